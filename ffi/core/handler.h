@@ -1,0 +1,63 @@
+// What every FFI handler is made of: the device it runs on, its errors, and the macro that exports it.
+#ifndef JAXOPS_CORE_HANDLER_H_
+#define JAXOPS_CORE_HANDLER_H_
+
+#include <cstdint>
+#include <exception>
+#include <initializer_list>
+#include <string>
+
+#ifdef JAXOPS_CUDA
+#include <cuda_runtime.h>
+#endif
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxops {
+
+namespace ffi = xla::ffi;
+using ffi::AnyBuffer;
+using ffi::DataType;
+using ffi::Error;
+using BufferResult = ffi::Result<AnyBuffer>;
+
+#ifdef JAXOPS_CUDA
+using Device = cudaStream_t;
+inline auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>(); }
+// Handlers enqueue the same device work for the same call: no allocation, no synchronisation, no host copies.
+inline constexpr std::initializer_list<ffi::Traits> kTraits = {ffi::Traits::kCmdBufferCompatible};
+
+inline Error FromCuda(const char* handler, cudaError_t status) {
+  if (status == cudaSuccess) return Error::Success();
+  return Error::Internal(std::string(handler) + ": " + cudaGetErrorString(status));
+}
+#else
+using Device = ffi::ThreadPool;
+inline auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
+inline constexpr std::initializer_list<ffi::Traits> kTraits = {};
+#endif
+
+inline Error Invalid(const char* handler, const std::string& what) {
+  return Error::InvalidArgument(std::string(handler) + ": " + what);
+}
+
+// No exception crosses the FFI: what the standard library throws (no memory) becomes an error status.
+template <auto kHandler>
+struct Guarded;
+template <class... Args, Error (*kHandler)(Args...)>
+struct Guarded<kHandler> {
+  static Error Call(Args... args) {
+    try {
+      return kHandler(args...);
+    } catch (const std::exception& error) {
+      return Error(ffi::ErrorCode::kResourceExhausted, error.what());
+    }
+  }
+};
+
+#define JAXOPS_HANDLER(name, function, ...) \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, ::jaxops::Guarded<function>::Call, ::jaxops::Bind().__VA_ARGS__, ::jaxops::kTraits)
+
+}  // namespace jaxops
+
+#endif  // JAXOPS_CORE_HANDLER_H_

@@ -1,0 +1,139 @@
+// A matmul, checked and reduced to what its kernels need: out[b] = activation(lhs[b] @ rhs[b] + bias[b]).
+#ifndef JAXOPS_OPS_MATMUL_PROBLEM_H_
+#define JAXOPS_OPS_MATMUL_PROBLEM_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/handler.h"
+#include "core/row_shape.h"
+
+namespace jaxops::matmul {
+
+// The order is part of the calling convention: jaxops/ops/matmul.py passes the index.
+enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluExact, kSilu, kCount };
+
+// Batch axes over which all operands move alike are merged; 8 remain free, more than nested vmaps produce.
+inline constexpr int kMaxBatchAxes = 8;
+
+struct Offsets {
+  int64_t lhs, rhs, bias;
+};
+
+// Maps a batch index, row-major over the result's batch axes, to the operands' offsets; stride 0 where one broadcasts.
+struct Batch {
+  int axes = 0;
+  int64_t sizes[kMaxBatchAxes];
+  Offsets strides[kMaxBatchAxes];
+
+  constexpr Offsets At(int64_t index) const {
+    Offsets total = {0, 0, 0};
+    for (int axis = axes - 1; axis >= 0; --axis) {
+      const int64_t i = index % sizes[axis];
+      index /= sizes[axis];
+      total.lhs += i * strides[axis].lhs;
+      total.rhs += i * strides[axis].rhs;
+      total.bias += i * strides[axis].bias;
+    }
+    return total;
+  }
+};
+
+struct Problem {
+  int64_t m, n, k, batches;
+  // lhs is [m, k], or [k, m] if transposed; rhs is [k, n], or [n, k] if transposed.
+  bool lhs_transposed, rhs_transposed;
+  Batch batch;
+  const void *lhs, *rhs, *bias;             // bias: null if there is none
+  int64_t bias_row_stride, bias_column_stride;  // 0 where the bias broadcasts
+  void *out, *preactivation;                // preactivation: null unless the backward pass will need it
+  Activation activation;
+
+  int64_t lhs_stride() const { return lhs_transposed ? m : k; }
+  int64_t rhs_stride() const { return rhs_transposed ? k : n; }
+};
+
+// Every operand has the result's rank; its batch axes have the result's size or 1. The bias may have size 1 anywhere.
+inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBuffer& rhs, const AnyBuffer* bias,
+                          const AnyBuffer& out, const AnyBuffer* preactivation, bool lhs_transposed,
+                          bool rhs_transposed, int32_t activation, Problem* problem) {
+  const auto l = lhs.dimensions(), r = rhs.dimensions(), o = out.dimensions();
+  const size_t rank = o.size();
+  if (rank < 2 || l.size() != rank || r.size() != rank || (bias && bias->dimensions().size() != rank)) {
+    return Invalid(handler, "lhs, rhs, bias and result must have one rank, at least 2");
+  }
+  if (activation < 0 || activation >= static_cast<int32_t>(Activation::kCount)) {
+    return Invalid(handler, "unknown activation " + std::to_string(activation));
+  }
+  Problem& p = *problem;
+  p.m = o[rank - 2];
+  p.n = o[rank - 1];
+  p.k = l[lhs_transposed ? rank - 2 : rank - 1];
+  p.lhs_transposed = lhs_transposed;
+  p.rhs_transposed = rhs_transposed;
+  if (l[lhs_transposed ? rank - 1 : rank - 2] != p.m || r[rhs_transposed ? rank - 1 : rank - 2] != p.k ||
+      r[rhs_transposed ? rank - 2 : rank - 1] != p.n) {
+    return Invalid(handler, "lhs " + Describe(l) + " and rhs " + Describe(r) + " do not give " + Describe(o));
+  }
+  if (preactivation) {
+    const auto z = preactivation->dimensions();
+    if (!std::equal(z.begin(), z.end(), o.begin(), o.end())) return Invalid(handler, "the preactivation's shape is off");
+    JAXOPS_RETURN_IF_ERROR(CheckType(handler, "preactivation", *preactivation, out.element_type()));
+  }
+  const int64_t ones[2] = {1, 1};
+  const int64_t* const b = bias ? bias->dimensions().begin() : nullptr;
+  const int64_t* const bias_tile = bias ? b + rank - 2 : ones;
+  if (bias && ((bias_tile[0] != 1 && bias_tile[0] != p.m) || (bias_tile[1] != 1 && bias_tile[1] != p.n))) {
+    return Invalid(handler, "bias " + Describe(bias->dimensions()) + " does not broadcast to " + Describe(o));
+  }
+  p.bias_column_stride = bias_tile[1] == 1 ? 0 : 1;
+  p.bias_row_stride = bias_tile[0] == 1 ? 0 : bias_tile[1];
+  p.batches = 1;
+  p.batch.axes = 0;
+  Offsets stride = {p.m * p.k, p.k * p.n, bias_tile[0] * bias_tile[1]};
+  Batch reversed;
+  for (size_t axis = rank - 2; axis-- > 0;) {
+    const int64_t size = o[axis];
+    if ((l[axis] != size && l[axis] != 1) || (r[axis] != size && r[axis] != 1) ||
+        (b && b[axis] != size && b[axis] != 1)) {
+      return Invalid(handler, "batch axes do not broadcast to the result's");
+    }
+    if (size != 1) {
+      const Offsets own = {l[axis] == 1 ? 0 : stride.lhs, r[axis] == 1 ? 0 : stride.rhs,
+                           !b || b[axis] == 1 ? 0 : stride.bias};
+      Batch& batch = reversed;
+      const int last = batch.axes - 1;
+      const auto continues = [&](int64_t Offsets::*operand) {
+        return own.*operand == batch.strides[last].*operand * batch.sizes[last];
+      };
+      if (last >= 0 && continues(&Offsets::lhs) && continues(&Offsets::rhs) && continues(&Offsets::bias)) {
+        batch.sizes[last] *= size;
+      } else if (batch.axes == kMaxBatchAxes) {
+        return Invalid(handler, "more than 8 batch axes that cannot be merged");
+      } else {
+        batch.sizes[batch.axes] = size;
+        batch.strides[batch.axes++] = own;
+      }
+    }
+    stride.lhs *= l[axis];
+    stride.rhs *= r[axis];
+    stride.bias *= b ? b[axis] : 1;
+    p.batches *= size;
+  }
+  p.batch.axes = reversed.axes;
+  for (int axis = 0; axis < reversed.axes; ++axis) {
+    p.batch.sizes[axis] = reversed.sizes[reversed.axes - 1 - axis];
+    p.batch.strides[axis] = reversed.strides[reversed.axes - 1 - axis];
+  }
+  p.lhs = lhs.untyped_data();
+  p.rhs = rhs.untyped_data();
+  p.bias = bias ? bias->untyped_data() : nullptr;
+  p.out = out.untyped_data();
+  p.preactivation = preactivation ? preactivation->untyped_data() : nullptr;
+  p.activation = static_cast<Activation>(activation);
+  return Error::Success();
+}
+
+}  // namespace jaxops::matmul
+
+#endif  // JAXOPS_OPS_MATMUL_PROBLEM_H_

@@ -1,0 +1,122 @@
+// f32 and f64 matmul on the ordinary arithmetic units: exact products, sums in the operands' own precision.
+//
+// 256 threads compute a tile of 16 kQuad x 2 square. Each thread has four kQuad x kQuad squares half a tile apart, so that
+// the warp's reads of shared memory are whole vectors without bank conflicts. Two tiles of operands: while one is used,
+// the next is on its way from global memory, through registers.
+#ifndef JAXOPS_OPS_MATMUL_SIMT_CUH_
+#define JAXOPS_OPS_MATMUL_SIMT_CUH_
+
+#include "ops/matmul/epilogue.cuh"
+
+namespace jaxops::matmul {
+
+template <class A>
+struct SimtTile {
+  static constexpr int kThreads = 256, kDepth = 8;
+  static constexpr int kQuad = 16 / sizeof(A);      // 4 floats or 2 doubles: one 16-byte access
+  static constexpr int kSize = 16 * 2 * kQuad;      // 128 or 64
+  static constexpr int kPitch = kSize + kQuad;      // lanes that store along k hit different banks
+  static constexpr int kLoads = kSize * kDepth / kThreads;
+};
+
+// One operand's tile: kSize rows (of m or n) by kDepth of k, kept in shared memory as [k][row].
+template <class A, bool kAlongK>
+struct SimtOperand {
+  using Tile = SimtTile<A>;
+  const A* source;
+  int64_t stride, rows, depth, first;
+  A values[Tile::kLoads];
+
+  __device__ int RowOf(int load) const {
+    const int element = threadIdx.x + load * Tile::kThreads;
+    return kAlongK ? element / Tile::kDepth : element % Tile::kSize;
+  }
+  __device__ int DepthOf(int load) const {
+    const int element = threadIdx.x + load * Tile::kThreads;
+    return kAlongK ? element % Tile::kDepth : element / Tile::kSize;
+  }
+
+  __device__ void Fetch(int64_t k) {
+#pragma unroll
+    for (int load = 0; load < Tile::kLoads; ++load) {
+      const int64_t row = first + RowOf(load), d = k + DepthOf(load);
+      const bool inside = row < rows && d < depth;
+      values[load] = inside ? source[kAlongK ? row * stride + d : d * stride + row] : A{0};
+    }
+  }
+  __device__ void Put(A (*tile)[Tile::kPitch]) const {
+#pragma unroll
+    for (int load = 0; load < Tile::kLoads; ++load) tile[DepthOf(load)][RowOf(load)] = values[load];
+  }
+};
+
+template <class A, bool kLhsTransposed, bool kRhsTransposed>
+__global__ void __launch_bounds__(SimtTile<A>::kThreads) SimtMatmul(const Problem p) {
+  using Shape = SimtTile<A>;
+  constexpr int kQuad = Shape::kQuad;
+  __shared__ alignas(16) A lhs_tiles[2][Shape::kDepth][Shape::kPitch], rhs_tiles[2][Shape::kDepth][Shape::kPitch];
+  const Tile tile = TileOf(p, blockIdx.x, Shape::kSize, Shape::kSize);
+  const Offsets offsets = p.batch.At(tile.batch);
+  SimtOperand<A, !kLhsTransposed> lhs = {static_cast<const A*>(p.lhs) + offsets.lhs, kLhsTransposed ? p.m : p.k, p.m,
+                                         p.k, tile.row, {}};
+  SimtOperand<A, kRhsTransposed> rhs = {static_cast<const A*>(p.rhs) + offsets.rhs, kRhsTransposed ? p.k : p.n, p.n,
+                                        p.k, tile.column, {}};
+  const int y = threadIdx.x / 16 * kQuad, x = threadIdx.x % 16 * kQuad;
+  A sums[2 * kQuad][2 * kQuad] = {};
+
+  lhs.Fetch(0);
+  rhs.Fetch(0);
+  lhs.Put(lhs_tiles[0]);
+  rhs.Put(rhs_tiles[0]);
+  __syncthreads();
+  int current = 0;
+  for (int64_t k = 0; k < p.k; k += Shape::kDepth, current ^= 1) {
+    const bool more = k + Shape::kDepth < p.k;
+    if (more) {
+      lhs.Fetch(k + Shape::kDepth);
+      rhs.Fetch(k + Shape::kDepth);
+    }
+#pragma unroll
+    for (int d = 0; d < Shape::kDepth; ++d) {
+      Pack<A, kQuad> a[2], b[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        a[half] = *reinterpret_cast<const Pack<A, kQuad>*>(&lhs_tiles[current][d][y + half * Shape::kSize / 2]);
+        b[half] = *reinterpret_cast<const Pack<A, kQuad>*>(&rhs_tiles[current][d][x + half * Shape::kSize / 2]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kQuad; ++i)
+#pragma unroll
+        for (int j = 0; j < 2 * kQuad; ++j)
+          sums[i][j] = fma(a[i / kQuad].lane[i % kQuad], b[j / kQuad].lane[j % kQuad], sums[i][j]);
+    }
+    if (more) {
+      lhs.Put(lhs_tiles[current ^ 1]);
+      rhs.Put(rhs_tiles[current ^ 1]);
+    }
+    __syncthreads();
+  }
+
+#pragma unroll
+  for (int i = 0; i < 2 * kQuad; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      A values[kQuad];
+#pragma unroll
+      for (int j = 0; j < kQuad; ++j) values[j] = sums[i][half * kQuad + j];
+      StoreRow<A, A, kQuad>(p, tile.batch, offsets.bias, tile.row + y + i / kQuad * (Shape::kSize / 2) + i % kQuad,
+                            tile.column + x + half * (Shape::kSize / 2), values);
+    }
+  }
+}
+
+template <class A>
+cudaError_t LaunchSimt(cudaStream_t stream, const Problem& p) {
+  const auto kernel = p.lhs_transposed ? (p.rhs_transposed ? SimtMatmul<A, true, true> : SimtMatmul<A, true, false>)
+                                       : (p.rhs_transposed ? SimtMatmul<A, false, true> : SimtMatmul<A, false, false>);
+  return LaunchTiles(stream, kernel, p, SimtTile<A>::kSize, SimtTile<A>::kSize, SimtTile<A>::kThreads, 0);
+}
+
+}  // namespace jaxops::matmul
+
+#endif  // JAXOPS_OPS_MATMUL_SIMT_CUH_

@@ -1,0 +1,133 @@
+// layer_norm (centred) and rms_norm (not centred) on CUDA devices. Each op has a file of its own beside this one.
+#ifndef JAXOPS_OPS_NORM_NORM_CUH_
+#define JAXOPS_OPS_NORM_NORM_CUH_
+
+#include "ops/norm/norm.h"
+#include "rows/column_sums.cuh"
+#include "rows/launch.cuh"
+
+namespace jaxops {
+namespace {
+
+// y = (x - mean) rstd scale + bias; mean and rstd = 1 / sqrt(var(x) + epsilon) are kept for the backward pass.
+// The variance comes from the deviations: exact also where mean(x)^2 >> var(x). Without centring, mean is 0.
+template <bool kCentred, class T, class U>
+struct NormForwardOp {
+  using A = Accumulator<T>;
+  const T* x;
+  Parameter scale, bias;
+  A epsilon;
+  U* y;
+  A *mean_out, *rstd_out;
+
+  __device__ void operator()(auto& row) const {
+    const auto values = row.Load(x);
+    A mean = 0;
+    if constexpr (kCentred) mean = row.template Reduce<rows::Sum>(values) / row.columns;
+    const auto squares = rows::Map([=](A value) { return (value - mean) * (value - mean); }, values);
+    const A rstd = rows::Rsqrt(row.template Reduce<rows::Sum>(squares) / row.columns + epsilon);
+    if (row.Leads()) {
+      if constexpr (kCentred) mean_out[row.index] = mean;
+      rstd_out[row.index] = rstd;
+    }
+    const auto result = [=](A value, A s, A b) { return (value - mean) * rstd * s + b; };
+    row.Store(y, rows::Map(result, values, row.LoadParameter(scale.ForGroup<A>(row.group), A{1}),
+                           row.LoadParameter(bias.ForGroup<A>(row.group), A{0})));
+  }
+};
+
+// With x^ = (x - mean) rstd and g = dy scale:  dx = rstd (g - mean(g) - x^ mean(g x^))
+template <bool kCentred, class T, class U>
+struct NormBackwardOp {
+  using A = Accumulator<T>;
+  const T* x;
+  const U* dy;
+  Parameter scale;
+  const A *mean, *rstd;
+  T* dx;
+
+  __device__ void operator()(auto& row) const {
+    const A m = kCentred ? mean[row.index] : A{0}, r = rstd[row.index];
+    const auto normalised = rows::Map([=](A value) { return (value - m) * r; }, row.Load(x));
+    const auto gradient = rows::Map([](A g, A s) { return g * s; }, row.Load(dy),
+                                    row.LoadParameter(scale.ForGroup<A>(row.group), A{1}));
+    const auto product = rows::Map([](A g, A x_hat) { return g * x_hat; }, gradient, normalised);
+    const auto sums = row.template Reduce<rows::Sum>(gradient, product);
+    const A mean_g = kCentred ? sums.first / row.columns : A{0}, mean_gx = sums.second / row.columns;
+    row.Store(dx, rows::Map([=](A g, A x_hat) { return r * (g - mean_g - x_hat * mean_gx); }, gradient, normalised));
+  }
+};
+
+// dscale = sum(dy x^), dbias = sum(dy), over the rows of a group.
+template <bool kCentred, class T, class U>
+struct ParameterGradients {
+  using A = Accumulator<T>;
+  const T* x;
+  const U* dy;
+  const A *mean, *rstd;
+  bool has_scale;
+
+  __device__ rows::ColumnSums<A> operator()(int64_t row, int64_t offset) const {
+    const A g = static_cast<A>(dy[offset]), m = kCentred ? mean[row] : A{0};
+    const A dscale = g * ((static_cast<A>(x[offset]) - m) * rstd[row]);
+    return has_scale ? rows::ColumnSums<A>{dscale, g} : rows::ColumnSums<A>{g, 0};
+  }
+};
+
+template <bool kCentred>
+Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, bool has_scale, bool has_bias,
+              double epsilon) {
+  const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
+  NormForward call;
+  JAXOPS_RETURN_IF_ERROR(ParseNormForward(handler, kCentred, has_scale, has_bias, args, results, &call));
+  return rows::LaunchMap(handler, stream, *call.x, *call.y, *call.y, [&]<class T, class U> {
+    using A = Accumulator<T>;
+    return NormForwardOp<kCentred, T, U>{
+        .x = Data<T>(*call.x),
+        .scale = call.scale,
+        .bias = call.bias,
+        .epsilon = static_cast<A>(epsilon),
+        .y = Data<U>(*call.y),
+        .mean_out = static_cast<A*>(call.mean),
+        .rstd_out = static_cast<A*>(call.rstd),
+    };
+  });
+}
+
+template <bool kCentred>
+Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, bool has_scale, bool has_bias) {
+  const char* handler = kCentred ? "layer_norm_bwd" : "rms_norm_bwd";
+  NormBackward call;
+  JAXOPS_RETURN_IF_ERROR(ParseNormBackward(handler, kCentred, has_scale, has_bias, args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(CheckType(handler, "dx", *call.dx, call.x->element_type()));
+  JAXOPS_RETURN_IF_ERROR(rows::LaunchMap(handler, stream, *call.x, *call.dy, *call.dx, [&]<class T, class U> {
+    using A = Accumulator<T>;
+    return NormBackwardOp<kCentred, T, U>{
+        .x = Data<T>(*call.x),
+        .dy = Data<U>(*call.dy),
+        .scale = call.scale,
+        .mean = static_cast<const A*>(call.mean),
+        .rstd = static_cast<const A*>(call.rstd),
+        .dx = Data<T>(*call.dx),
+    };
+  }));
+  if (call.parameters == 0) return Error::Success();
+  return VisitPair(handler, call.x->element_type(), call.dy->element_type(), [&]<class T, class U> {
+    using A = Accumulator<T>;
+    const ParameterGradients<kCentred, T, U> op = {
+        .x = Data<T>(*call.x),
+        .dy = Data<U>(*call.dy),
+        .mean = static_cast<const A*>(call.mean),
+        .rstd = static_cast<const A*>(call.rstd),
+        .has_scale = has_scale,
+    };
+    A *const dscale = static_cast<A*>(call.dscale), *const dbias = static_cast<A*>(call.dbias);
+    return FromCuda(handler, rows::LaunchColumnSums(stream, op, call.shape, call.chunks, call.parameters,
+                                                    static_cast<A*>(call.workspace), has_scale ? dscale : dbias, dbias));
+  });
+}
+
+}  // namespace
+}  // namespace jaxops
+
+#endif  // JAXOPS_OPS_NORM_NORM_CUH_

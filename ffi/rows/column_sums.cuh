@@ -1,0 +1,96 @@
+// Sums over the rows of each group, column by column, of up to two functions of the elements: parameter gradients.
+// Each chunk of rows is summed by its own blocks into the workspace; a second kernel adds the chunks in their order, so
+// that the result is the same in every run.
+#ifndef JAXOPS_ROWS_COLUMN_SUMS_CUH_
+#define JAXOPS_ROWS_COLUMN_SUMS_CUH_
+
+#include <cstdint>
+#include <limits>
+
+#include "core/row_shape.h"
+#include "core/types.cuh"
+
+namespace jaxops::rows {
+
+template <class A>
+struct ColumnSums {
+  A first, second;
+};
+
+// Rows of adjacent elements: a warp takes 32 columns, the 8 warps of a block every eighth row of the chunk.
+// Rows of strided elements (inner > 1): a block takes one column; its threads walk along the inner axis.
+inline constexpr int kSumThreads = 256;
+
+template <bool kStrided, class A, class Op>
+__global__ void __launch_bounds__(kSumThreads)
+    SumChunkKernel(const Op op, const RowShape shape, int64_t chunks, int parameters, A* __restrict__ workspace) {
+  constexpr int kTile = kStrided ? 1 : 32;
+  const int64_t tiles = (shape.columns + kTile - 1) / kTile;
+  const int64_t tile = blockIdx.x % tiles, chunk = blockIdx.x / tiles % chunks, group = blockIdx.x / tiles / chunks;
+  const int64_t column = tile * kTile + (kStrided ? 0 : threadIdx.x % 32);
+  const int64_t rows = shape.rows_per_group(), end = rows * (chunk + 1) / chunks;
+  ColumnSums<A> sum = {0, 0};
+  if (column < shape.columns) {
+    for (int64_t row = rows * chunk / chunks + threadIdx.x / kTile; row < end; row += kSumThreads / kTile) {
+      const int64_t outer = kStrided ? row / shape.inner : row, i = kStrided ? row % shape.inner : 0;
+      const int64_t offset = ((group * shape.rows + outer) * shape.columns + column) * shape.inner + i;
+      const ColumnSums<A> value = op(group * rows + row, offset);
+      sum.first += value.first;
+      sum.second += value.second;
+    }
+  }
+  // The threads of a column lie kTile apart; halving their number keeps the order of additions fixed.
+  __shared__ A shared[2][kSumThreads];
+  shared[0][threadIdx.x] = sum.first;
+  shared[1][threadIdx.x] = sum.second;
+  for (int half = kSumThreads / 2; half >= kTile; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) {
+      shared[0][threadIdx.x] += shared[0][threadIdx.x + half];
+      shared[1][threadIdx.x] += shared[1][threadIdx.x + half];
+    }
+  }
+  if (threadIdx.x < kTile && column < shape.columns) {
+    const int64_t out = (group * chunks + chunk) * shape.columns + column;
+    workspace[out] = shared[0][threadIdx.x];
+    if (parameters == 2) workspace[shape.groups * chunks * shape.columns + out] = shared[1][threadIdx.x];
+  }
+}
+
+template <class A>
+__global__ void __launch_bounds__(kSumThreads)
+    AddChunksKernel(const A* __restrict__ workspace, const RowShape shape, int64_t chunks, int parameters,
+                    A* __restrict__ first, A* __restrict__ second) {
+  const int64_t sums = shape.groups * shape.columns, k = blockIdx.x * int64_t{kSumThreads} + threadIdx.x;
+  if (k >= sums * parameters) return;
+  const int64_t parameter = k / sums, group = k % sums / shape.columns, column = k % shape.columns;
+  const A* parts = workspace + ((parameter * shape.groups + group) * chunks) * shape.columns + column;
+  A total = 0;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) total += parts[chunk * shape.columns];
+  (parameter ? second : first)[k % sums] = total;
+}
+
+// op(row, offset of the element) -> ColumnSums. With one parameter only the first sum is kept.
+template <class A, class Op>
+cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape& shape, int64_t chunks, int parameters,
+                             A* workspace, A* first, A* second) {
+  const bool strided = shape.inner > 1;
+  const int64_t tiles = strided ? shape.columns : (shape.columns + 31) / 32;
+  const int64_t blocks = tiles * chunks * shape.groups;
+  const int64_t adders = (shape.groups * shape.columns * parameters + kSumThreads - 1) / kSumThreads;
+  if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kSumThreads);
+  config.stream = stream;
+  const auto kernel = strided ? SumChunkKernel<true, A, Op> : SumChunkKernel<false, A, Op>;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, op, shape, chunks, parameters, workspace);
+  if (status != cudaSuccess) return status;
+  config.gridDim = dim3(static_cast<unsigned>(adders));
+  const A* const parts = workspace;
+  return cudaLaunchKernelEx(&config, AddChunksKernel<A>, parts, shape, chunks, parameters, first, second);
+}
+
+}  // namespace jaxops::rows
+
+#endif  // JAXOPS_ROWS_COLUMN_SUMS_CUH_

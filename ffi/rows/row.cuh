@@ -1,0 +1,261 @@
+// A row, as an op body sees it. A body is algebra: it loads rows, maps and reduces them, and stores the result; which
+// threads share the row and where it lives between passes is the row's business.
+//
+// A row's values are expressions: e(pack, column) gives a function of i, the value in column `column + i`. Expressions
+// are evaluated where they are used, pack by pack, so a held row stays in registers in its own dtype, and a streamed
+// row, which fits nowhere, is read again by each pass.
+#ifndef JAXOPS_ROWS_ROW_CUH_
+#define JAXOPS_ROWS_ROW_CUH_
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "core/row_shape.h"
+#include "core/types.cuh"
+
+namespace jaxops::rows {
+
+struct Max {
+  template <class A>
+  static __device__ A Identity() {
+    return -std::numeric_limits<A>::infinity();
+  }
+  static __device__ float Join(float a, float b) { return fmaxf(a, b); }
+  static __device__ double Join(double a, double b) { return fmax(a, b); }
+};
+struct Sum {
+  template <class A>
+  static __device__ A Identity() {
+    return 0;
+  }
+  template <class A>
+  static __device__ A Join(A a, A b) {
+    return a + b;
+  }
+};
+
+__device__ inline float Exp(float x) { return expf(x); }
+__device__ inline double Exp(double x) { return exp(x); }
+__device__ inline float Log(float x) { return logf(x); }
+__device__ inline double Log(double x) { return log(x); }
+__device__ inline float Rsqrt(float x) { return 1.0f / sqrtf(x); }
+__device__ inline double Rsqrt(double x) { return 1.0 / sqrt(x); }
+
+// value / divisor, given 1 / divisor: one Newton step brings the product to within an ulp of the quotient.
+template <class A>
+__device__ A Divide(A value, A divisor, A reciprocal) {
+  const A quotient = value * reciprocal;
+  return fma(fma(-quotient, divisor, value), reciprocal, quotient);
+}
+
+// fn applied to the values of one or more expressions.
+template <class Fn, class... Es>
+__device__ auto Map(Fn fn, const Es&... es) {
+  return [=](int pack, int column) { return [=, ... values = es(pack, column)](int i) { return fn(values(i)...); }; };
+}
+
+// Who shares a row, and where it lives between passes. kLanes threads share a row; its elements are adjacent, or, when
+// kStrided, those of 32 neighbouring rows interleave and a warp reads across them. kPacks packs a thread are held in
+// registers; 0: streamed.
+template <bool kStrided_, int kLanes_, int kPacks_>
+struct Placement {
+  static constexpr bool kStrided = kStrided_;
+  static constexpr int kLanes = kLanes_, kPacks = kPacks_;
+  static constexpr int kThreads = kStrided ? 32 * kLanes : kLanes > 128 ? kLanes : 128;
+  static constexpr int kRows = kStrided ? 32 : kThreads / kLanes;  // rows a block
+};
+
+template <class P, int kPack, bool kAligned, class A>
+class Row {
+ public:
+  static constexpr int kV = kPack;
+  static constexpr bool kHeld = P::kPacks > 0;
+
+  __device__ Row(const RowShape& shape, int64_t block) : columns(static_cast<int>(shape.columns)), size_(shape.size()) {
+    const int slot = P::kStrided ? threadIdx.x % 32 : threadIdx.x / P::kLanes;
+    lane_ = P::kStrided ? threadIdx.x / 32 : threadIdx.x % P::kLanes;
+    const int64_t wanted = block * P::kRows + slot, last = shape.total_rows() - 1;
+    live_ = wanted <= last;  // threads past the last row repeat it and store nothing
+    index = live_ ? wanted : last;
+    group = shape.groups == 1 ? 0 : index / shape.rows_per_group();
+    if constexpr (P::kStrided) {
+      const int64_t outer = index / shape.inner;
+      stride_ = shape.inner;
+      begin_ = outer * shape.columns * shape.inner + (index - outer * shape.inner);
+    } else {
+      begin_ = index * columns;
+      if constexpr (!kAligned) shift_ = static_cast<int>(begin_ % kV);
+    }
+  }
+
+  int64_t index;  // among all rows
+  int64_t group;
+  int columns;
+
+  // One thread a row: it stores the row's scalars.
+  __device__ bool Leads() const { return live_ && lane_ == 0; }
+
+  template <class T>
+  __device__ auto Load(const T* tensor) const {
+    if constexpr (kHeld) {
+      struct Held {
+        Pack<T, kV> packs[P::kPacks];
+        __device__ auto operator()(int pack, int) const {
+          return [values = packs[pack]](int i) { return static_cast<A>(values.lane[i]); };
+        }
+      } held = {};
+      ForEachPack([&](int pack, int column) { held.packs[pack] = Read(tensor, column); });
+      return held;
+    } else {
+      return [this, tensor](int, int column) {
+        return [values = Read(tensor, column)](int i) { return static_cast<A>(values.lane[i]); };
+      };
+    }
+  }
+
+  // A vector with one value a column, shared by all the rows of a group: scale or bias; `absent` if there is none.
+  __device__ auto LoadParameter(const A* vector, A absent) const {
+    return [this, vector, absent](int, int column) {
+      Pack<A, kV> values;
+      if (vector == nullptr) {
+#pragma unroll
+        for (int i = 0; i < kV; ++i) values.lane[i] = absent;
+      } else if constexpr (kAligned) {
+        values = *reinterpret_cast<const Pack<A, kV>*>(vector + column);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kV; ++i) values.lane[i] = Inside(column + i) ? vector[column + i] : absent;
+      }
+      return [=](int i) { return values.lane[i]; };
+    };
+  }
+
+  template <class T, class E>
+  __device__ void Store(T* tensor, const E& expression) const {
+    ForEachPack([&](int pack, int column) {
+      const auto value = expression(pack, column);
+      Pack<T, kV> values;
+#pragma unroll
+      for (int i = 0; i < kV; ++i) values.lane[i] = static_cast<T>(value(i));
+      if (!live_) return;
+      T* const target = tensor + Offset(column);
+      if (kAligned || (Inside(column) && Inside(column + kV - 1))) {
+        *reinterpret_cast<Pack<T, kV>*>(target) = values;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kV; ++i)
+          if (Inside(column + i)) target[i] = values.lane[i];
+      }
+    });
+  }
+
+  // The join of an expression's values over the row, known to all its threads.
+  template <class M, class E>
+  __device__ A Reduce(const E& expression) {
+    A value = Fold<M>(expression);
+    Combine<M>(&value, 1);
+    return value;
+  }
+
+  struct Two {
+    A first, second;
+  };
+  // Both joins for one exchange between the threads.
+  template <class M, class E, class F>
+  __device__ Two Reduce(const E& first, const F& second) {
+    A values[2] = {Fold<M>(first), Fold<M>(second)};
+    Combine<M>(values, 2);
+    return {values[0], values[1]};
+  }
+
+ private:
+  // Calls fn(pack, column of its first element) for this thread's packs. An unaligned row's first pack begins at the
+  // pack boundary before the row, so that all accesses are aligned: its column is negative.
+  template <class Fn>
+  __device__ void ForEachPack(Fn fn) const {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int pack = 0; pack < P::kPacks; ++pack) {
+        const int column = (pack * P::kLanes + lane_) * kV - shift_;
+        if (column < columns) fn(pack, column);
+      }
+    } else {
+      for (int column = lane_ * kV - shift_; column < columns; column += P::kLanes * kV) fn(0, column);
+    }
+  }
+
+  __device__ bool Inside(int column) const { return kAligned || (column >= 0 && column < columns); }
+  __device__ int64_t Offset(int column) const { return begin_ + (P::kStrided ? column * stride_ : int64_t{column}); }
+
+  // A pack that overlaps the row's edges also reads its neighbours' elements, but nothing beyond the tensor.
+  template <class T>
+  __device__ Pack<T, kV> Read(const T* tensor, int column) const {
+    const int64_t offset = Offset(column);
+    if (kAligned || offset + kV <= size_) return *reinterpret_cast<const Pack<T, kV>*>(tensor + offset);
+    Pack<T, kV> values = {};
+#pragma unroll
+    for (int i = 0; i < kV; ++i)
+      if (offset + i < size_) values.lane[i] = tensor[offset + i];
+    return values;
+  }
+
+  template <class M, class E>
+  __device__ A Fold(const E& expression) const {
+    A total = M::template Identity<A>();
+    ForEachPack([&](int pack, int column) {
+      const auto value = expression(pack, column);
+#pragma unroll
+      for (int i = 0; i < kV; ++i)
+        if (Inside(column + i)) total = M::Join(total, static_cast<A>(value(i)));
+    });
+    return total;
+  }
+
+  // Joins values[0..count) over the row's threads. Two sets of slots take turns, so that one barrier is enough: nobody
+  // can reach the set's next use before all have passed the barrier of the other set.
+  template <class M>
+  __device__ void Combine(A* values, int count) {
+    if constexpr (P::kStrided) {
+      __shared__ A shared[2][2][P::kLanes][32];
+      auto& slots = shared[turn_ ^= 1];
+      for (int k = 0; k < count; ++k) slots[k][lane_][threadIdx.x % 32] = values[k];
+      __syncthreads();
+      for (int k = 0; k < count; ++k) {
+        values[k] = slots[k][0][threadIdx.x % 32];
+        for (int y = 1; y < P::kLanes; ++y) values[k] = M::Join(values[k], slots[k][y][threadIdx.x % 32]);
+      }
+    } else {
+      for (int k = 0; k < count; ++k) values[k] = JoinLanes<M, (P::kLanes < 32 ? P::kLanes : 32)>(values[k]);
+      if constexpr (P::kLanes > 32) {
+        constexpr int kWarps = P::kLanes / 32, kTeams = P::kThreads / P::kLanes;
+        __shared__ A shared[2][2][kTeams][kWarps];
+        auto& slots = shared[turn_ ^= 1];
+        const int team = threadIdx.x / P::kLanes, warp = lane_ / 32, lane = lane_ % 32;
+        if (lane == 0)
+          for (int k = 0; k < count; ++k) slots[k][team][warp] = values[k];
+        __syncthreads();
+        for (int k = 0; k < count; ++k) {
+          const A part = lane < kWarps ? slots[k][team][lane] : M::template Identity<A>();
+          values[k] = JoinLanes<M, 32>(part);
+        }
+      }
+    }
+  }
+
+  template <class M, int kWidth>
+  static __device__ A JoinLanes(A value) {
+#pragma unroll
+    for (int distance = kWidth / 2; distance > 0; distance /= 2)
+      value = M::Join(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    return value;
+  }
+
+  int64_t begin_, size_, stride_ = 1;
+  int lane_, shift_ = 0, turn_ = 0;
+  bool live_;
+};
+
+}  // namespace jaxops::rows
+
+#endif  // JAXOPS_ROWS_ROW_CUH_

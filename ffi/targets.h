@@ -1,0 +1,23 @@
+// The FFI targets, one word each: both halves of jaxops define and register them under these names, in this order.
+// jaxops/_kernel.py prefixes "jaxops." and appends the version of the calling convention.
+#ifndef JAXOPS_TARGETS_H_
+#define JAXOPS_TARGETS_H_
+
+// Kernels that run on the CPU and on CUDA devices.
+#define JAXOPS_ROW_TARGETS(X) \
+  X(softmax_fwd)              \
+  X(softmax_bwd)              \
+  X(log_softmax_fwd)          \
+  X(log_softmax_bwd)          \
+  X(layer_norm_fwd)           \
+  X(layer_norm_bwd)           \
+  X(rms_norm_fwd)             \
+  X(rms_norm_bwd)
+
+#ifdef JAXOPS_CUDA
+#define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X) X(matmul)
+#else  // matmul's CPU half is XLA's own dot.
+#define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X)
+#endif
+
+#endif  // JAXOPS_TARGETS_H_

@@ -1,0 +1,23 @@
+"""jaxops: softmax, log_softmax, layer_norm, rms_norm and matmul for JAX, on CPU and CUDA kernels of their own."""
+
+from jaxops import _load
+from jaxops._kernel import FallbackWarning
+from jaxops._version import __version__
+from jaxops.ops.layer_norm import layer_norm
+from jaxops.ops.log_softmax import log_softmax
+from jaxops.ops.matmul import dot_general, matmul
+from jaxops.ops.rms_norm import rms_norm
+from jaxops.ops.softmax import softmax
+
+_load.register()
+
+__all__ = [
+    "FallbackWarning",
+    "__version__",
+    "dot_general",
+    "layer_norm",
+    "log_softmax",
+    "matmul",
+    "rms_norm",
+    "softmax",
+]

@@ -1,0 +1,107 @@
+"""Checks of public arguments, and the error texts: every message names the argument, what it got and what it accepts."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def array(op: str, name: str, value: Any) -> jax.Array:
+    """The argument as an array. Lists and tuples are refused, as everywhere in JAX."""
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        raise TypeError(f"{op}: {name} must be an array or a scalar, got {type(value).__name__}")
+    return jnp.asarray(value)
+
+
+@functools.lru_cache(maxsize=256)
+def _inexact(dtype: np.dtype, x64: bool) -> np.dtype:
+    del x64  # part of the cache's key: integers promote differently under it
+    return np.dtype(jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), dtype)).dtype)
+
+
+def float_array(op: str, name: str, value: Any) -> jax.Array:
+    """The argument as an array of a floating dtype; integers promote as in jax.numpy. Complex arrays pass too."""
+    x = array(op, name, value)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        x = x.astype(_inexact(np.dtype(x.dtype), jax.config.jax_enable_x64))
+    if x.dtype.name not in FLOATS and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}; accepted are {', '.join(FLOATS)}, integers and complex")
+    return x
+
+
+def real_array(op: str, name: str, value: Any) -> jax.Array:
+    """The argument as an array of one of the floating dtypes that have kernels."""
+    x = float_array(op, name, value)
+    if x.dtype.name not in FLOATS:
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}; accepted are {', '.join(FLOATS)} and integers")
+    return x
+
+
+def result_dtype(op: str, dtype: Any, default: Any) -> np.dtype:
+    """The result's dtype: `default` if None was given."""
+    if dtype is None:
+        return np.dtype(default)
+    try:
+        found = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    except TypeError as error:
+        raise TypeError(f"{op}: dtype must be one of {', '.join(FLOATS)}, got {dtype!r}") from error
+    if found.name not in FLOATS:
+        raise TypeError(f"{op}: dtype must be one of {', '.join(FLOATS)}, got {found}")
+    return found
+
+
+def axes(op: str, axis: Any, ndim: int) -> tuple[int, ...]:
+    """The axes as ascending, non-negative integers; None means all."""
+    if axis is None:
+        return tuple(range(ndim))
+    given = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    try:
+        wanted = [operator.index(a) for a in given]
+    except TypeError as error:
+        raise TypeError(f"{op}: axis must be an int, a tuple of ints or None, got {axis!r}") from error
+    for a in wanted:
+        if not -ndim <= a < ndim:
+            raise ValueError(f"{op}: axis {a} is out of bounds for an array of {ndim} dimensions")
+    found = sorted(a % ndim for a in wanted)
+    if len(set(found)) != len(found):
+        raise ValueError(f"{op}: axis must not name an axis twice, got {axis!r}")
+    return tuple(found)
+
+
+def boolean(op: str, name: str, value: Any) -> jax.Array:
+    """A boolean mask."""
+    mask = array(op, name, value) if not isinstance(value, bool) else jnp.asarray(value)
+    if mask.dtype != np.bool_:
+        raise ValueError(f"{op}: {name} must be boolean, got dtype {mask.dtype}")
+    return mask
+
+
+def joint_shape(op: str, **shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape to which all broadcast."""
+    try:
+        return np.broadcast_shapes(*(tuple(shape) for shape in shapes.values()))
+    except ValueError as error:
+        given = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"{op}: shapes do not broadcast: {given}") from error
+
+
+def static_float(op: str, name: str, value: Any) -> float:
+    """A finite, non-negative number known at trace time."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{op}: {name} must be a Python number, got a traced array")
+    try:
+        number = float(value)
+    except TypeError as error:
+        raise TypeError(f"{op}: {name} must be a Python number, got {value!r}") from error
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{op}: {name} must be finite and at least 0, got {number}")
+    return number

@@ -1,0 +1,1 @@
+"""One module an op: its kernels, their derivative rules, the public function."""

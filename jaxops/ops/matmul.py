@@ -1,0 +1,336 @@
+"""matmul and dot_general."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+
+from jaxops import _arguments as arguments
+from jaxops._kernel import Kernel, warn_fallback
+from jaxops._rows import accumulator
+
+
+def _gelu(z):
+    return jax.nn.gelu(z, approximate=True)
+
+
+def _gelu_exact(z):
+    return jax.nn.gelu(z, approximate=False)
+
+
+#: The activations by name; the handlers number them in this order.
+_ACTIVATIONS = {None: lambda z: z, "relu": jax.nn.relu, "gelu": _gelu, "gelu_exact": _gelu_exact, "silu": jax.nn.silu}
+
+
+class _Spec(NamedTuple):
+    """What a matmul does, apart from its operands.
+
+    lhs is [..., m, k], or [..., k, m] if transposed; rhs is [..., k, n], or [..., n, k] if transposed.
+    """
+
+    lhs_transposed: bool
+    rhs_transposed: bool
+    dtype: np.dtype  # of the result
+    activation: str | None = None
+    precision: Any = None
+
+
+class _MatmulKernel(Kernel):
+    """activation(lhs @ rhs + bias), with the preactivation as a second result on request.
+
+    All operands have the result's rank; along a batch axis each has the result's size or 1; the bias may have size 1
+    along any axis. On the CPU the kernel is XLA's own dot.
+    """
+
+    def __call__(self, lhs, rhs, bias, spec: _Spec, preactivation: bool = False) -> list[jax.Array]:
+        operands = [lhs, rhs] if bias is None else [lhs, rhs, bias]
+        return self.bind(*operands, spec=spec, preactivation=preactivation)
+
+    def abstract(self, lhs, rhs, *bias, spec, preactivation) -> list[ShapedArray]:
+        m, k = lhs.shape[-2:][:: -1 if spec.lhs_transposed else 1]
+        k2, n = rhs.shape[-2:][:: -1 if spec.rhs_transposed else 1]
+        if k != k2 or lhs.ndim != rhs.ndim:
+            raise TypeError(f"matmul: lhs {lhs.shape} and rhs {rhs.shape} do not fit together")
+        shape = (*np.broadcast_shapes(*(x.shape[:-2] for x in (lhs, rhs, *bias))), m, n)
+        if bias and np.broadcast_shapes(bias[0].shape, shape) != shape:
+            raise TypeError(f"matmul: bias {bias[0].shape} does not broadcast to the result's shape {shape}")
+        return [ShapedArray(shape, spec.dtype)] * (2 if preactivation else 1)
+
+    def plain(self, lhs, rhs, *bias, spec, preactivation) -> list[jax.Array]:
+        rank = lhs.ndim
+        wide = accumulator(lhs.dtype, spec.dtype)
+        batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+        shared = [a for a in range(rank - 2) if lhs.shape[a] == rhs.shape[a]]
+        if len(shared) < rank - 2:  # operands that broadcast along a batch axis: let jnp.matmul arrange it
+            lhs = jnp.swapaxes(lhs, -1, -2) if spec.lhs_transposed else lhs
+            rhs = jnp.swapaxes(rhs, -1, -2) if spec.rhs_transposed else rhs
+            z = jnp.matmul(lhs, rhs, precision=spec.precision, preferred_element_type=wide)
+        else:
+            contract = ((rank - 2 if spec.lhs_transposed else rank - 1,), (rank - 1 if spec.rhs_transposed else rank - 2,))
+            axes = tuple(range(len(batch)))
+            z = lax.dot_general(
+                lhs, rhs, (contract, (axes, axes)), precision=spec.precision, preferred_element_type=wide
+            )
+        z = z + bias[0].astype(wide) if bias else z
+        out = _ACTIVATIONS[spec.activation](z).astype(spec.dtype)
+        return [out, z.astype(spec.dtype)] if preactivation else [out]
+
+    def call_target(self, *operands, spec, preactivation) -> list[jax.Array]:
+        results = self.abstract(*operands, spec=spec, preactivation=preactivation)
+        return self.ffi_call(
+            [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in results],
+            *operands,
+            lhs_transposed=spec.lhs_transposed,
+            rhs_transposed=spec.rhs_transposed,
+            activation=np.int32(list(_ACTIVATIONS).index(spec.activation)),
+        )
+
+    def batch(self, operands, dims, **params):
+        moved = [
+            jnp.expand_dims(x, 0) if dim is None else jnp.moveaxis(x, dim, 0)
+            for x, dim in zip(operands, dims, strict=True)
+        ]
+        out = self.bind(*moved, **params)
+        return out, [0] * len(out)
+
+
+_kernel = _MatmulKernel("matmul", plain_on=("cpu",))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _matmul(lhs, rhs, bias, spec):
+    return _kernel(lhs, rhs, bias, spec)[0]
+
+
+def _matmul_fwd(lhs, rhs, bias, spec):
+    if spec.activation is None:
+        return _matmul(lhs, rhs, bias, spec), (lhs, rhs, bias, None)
+    out, preactivation = _kernel(lhs, rhs, bias, spec, preactivation=True)
+    return out, (lhs, rhs, bias, preactivation)
+
+
+def _product(spec, like, lhs, lhs_transposed, rhs, rhs_transposed):
+    """lhs @ rhs as the cotangent of `like`: of its dtype, summed over the batch axes along which it broadcasts."""
+    if lhs.dtype != rhs.dtype:
+        wide = jnp.result_type(lhs, rhs)
+        lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    shape = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+    summed = tuple(a for a, d in enumerate(shape) if d != like.shape[a])
+    dtype = accumulator(lhs.dtype) if summed or like.dtype != lhs.dtype else lhs.dtype
+    out = _matmul(lhs, rhs, None, _Spec(lhs_transposed, rhs_transposed, np.dtype(dtype), None, spec.precision))
+    return jnp.sum(out, axis=summed, keepdims=True).astype(like.dtype) if summed else out.astype(like.dtype)
+
+
+def _matmul_bwd(spec, residuals, dout):
+    lhs, rhs, bias, preactivation = residuals
+    dz = dout.astype(accumulator(spec.dtype))
+    if preactivation is not None:
+        _, pullback = jax.vjp(_ACTIVATIONS[spec.activation], preactivation.astype(dz.dtype))
+        (dz,) = pullback(dz)
+    dbias = None
+    if bias is not None:
+        summed = tuple(a for a, d in enumerate(bias.shape) if d != dz.shape[a])
+        dbias = jnp.sum(dz, axis=summed, keepdims=True).astype(bias.dtype)
+    dz = dz.astype(spec.dtype)
+    if spec.lhs_transposed:
+        dlhs = _product(spec, lhs, rhs, spec.rhs_transposed, dz, True)
+    else:
+        dlhs = _product(spec, lhs, dz, False, rhs, not spec.rhs_transposed)
+    if spec.rhs_transposed:
+        drhs = _product(spec, rhs, dz, True, lhs, spec.lhs_transposed)
+    else:
+        drhs = _product(spec, rhs, lhs, not spec.lhs_transposed, dz, False)
+    return dlhs, drhs, dbias
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+@functools.lru_cache(maxsize=1024)
+def _reference_shape(function, a, b, x64):
+    """The result's shape and dtype as the reference has it, and the reference's own errors for bad operands."""
+    del x64  # part of the cache's key: dtypes promote differently under it
+    return jax.eval_shape(function, a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+    """jnp.matmul or lax.dot_general with its options: hashable, so that `_reference_shape` can cache."""
+
+    dimension_numbers: Any
+    precision: Any
+    preferred: Any
+
+    def __call__(self, a, b, **options):
+        options |= {"precision": self.precision, "preferred_element_type": self.preferred}
+        if self.dimension_numbers is None:
+            return jnp.matmul(a, b, **options)
+        return lax.dot_general(a, b, self.dimension_numbers, **options)
+
+
+def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
+    """The reference, its result's shape and dtype, and the operands' common dtype or None if no kernel takes them."""
+    preferred = None if preferred is None else np.dtype(preferred)
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    reference = _Reference(dimension_numbers, precision, preferred)
+    avals = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b))
+    out = _reference_shape(reference, *avals, jax.config.jax_enable_x64)
+    common = np.dtype(jnp.result_type(a.dtype, b.dtype))
+    why = None
+    if out_sharding is not None:
+        why = "out_sharding is left to XLA's dot"
+    elif isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
+        why = "dot algorithms are left to XLA's dot"
+    elif common.name not in arguments.FLOATS or out.dtype not in (common, accumulator(common)):
+        why = f"there is no kernel for {a.dtype} and {b.dtype} with a result of {out.dtype}"
+    if why:
+        warn_fallback(op, why)
+        common = None
+    return reference, out, common
+
+
+def matmul(
+    a: jax.typing.ArrayLike,
+    b: jax.typing.ArrayLike,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+    bias: jax.typing.ArrayLike | None = None,
+    activation: str | None = None,
+) -> jax.Array:
+    r"""Matrix product with the semantics of :func:`jax.numpy.matmul`: :math:`\mathrm{activation}(a b + bias)`.
+
+    Sums are kept in f32 (f64 for f64); bias and activation are applied to them before the result is rounded. On CUDA
+    devices bf16 and f16 run on the tensor cores, f32 and f64 in full precision whatever `precision` says. On the CPU,
+    and for dtypes or options without a kernel (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
+
+    Args:
+      a: array of 1 or more dimensions, `[..., m, k]`; 1-D as in numpy.
+      b: array of 1 or more dimensions, `[..., k, n]`; 1-D as in numpy. Leading axes broadcast.
+      precision: as in jax.numpy.matmul; see above.
+      preferred_element_type: dtype of the result; by default the one to which `a` and `b` promote.
+      out_sharding: as in jax.numpy.matmul.
+      bias: array that broadcasts to the result's shape; added in f32 (f64).
+      activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu".
+
+    Returns:
+      The product, of the shape that numpy gives it.
+
+    Raises:
+      TypeError: an operand is a list, or the contracted axes differ.
+      ValueError: an operand is a scalar, `activation` is unknown, or `bias` does not broadcast.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxops
+      >>> jaxops.matmul(jnp.eye(2), jnp.array([[1.0, -2.0], [3.0, 4.0]]), bias=jnp.array([0.0, 1.0]), activation="relu")
+      Array([[1., 0.],
+             [3., 5.]], dtype=float32)
+    """
+    a, b = arguments.array("matmul", "a", a), arguments.array("matmul", "b", b)
+    if activation not in _ACTIVATIONS:
+        accepted = ", ".join(map(repr, _ACTIVATIONS))
+        raise ValueError(f"matmul: activation must be one of {accepted}, got {activation!r}")
+    reference, out, common = _plan("matmul", a, b, precision, preferred_element_type, out_sharding)
+    if bias is not None:
+        bias = arguments.real_array("matmul", "bias", bias)
+        if arguments.joint_shape("matmul", result=out.shape, bias=bias.shape) != out.shape:
+            raise ValueError(f"matmul: bias must broadcast to the result's shape {out.shape}, got {bias.shape}")
+    if common is None:
+        return _compose_epilogue(reference(a, b, out_sharding=out_sharding), bias, activation, out.dtype)
+
+    rank = max(a.ndim, b.ndim, 2)
+    lhs = (a[None, :] if a.ndim == 1 else a).astype(common)
+    rhs = (b[:, None] if b.ndim == 1 else b).astype(common)
+    lhs, rhs = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (lhs, rhs))
+    shape = (*np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2]), lhs.shape[-2], rhs.shape[-1])
+    if bias is not None:
+        bias = bias.astype(accumulator(common)).reshape((1,) * (len(out.shape) - bias.ndim) + bias.shape)
+        bias = jnp.expand_dims(bias, [axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1])
+        bias = bias.reshape((1,) * (rank - bias.ndim) + bias.shape)
+    # One matrix for the whole batch: fold the batch into the rows, [..., m, k] @ [k, n] -> [... m, k] @ [k, n].
+    fold = max(rhs.shape[:-2], default=1) == 1 and (bias is None or max(bias.shape[:-1]) == 1)
+    if fold:
+        lhs, rhs = lhs.reshape(math.prod(lhs.shape[:-1]), lhs.shape[-1]), rhs.reshape(rhs.shape[-2:])
+        bias = None if bias is None else bias.reshape(1, bias.shape[-1])
+    spec = _Spec(False, False, np.dtype(out.dtype), activation, reference.precision)
+    return _matmul(lhs, rhs, bias, spec).reshape(shape).reshape(out.shape)
+
+
+def _compose_epilogue(out, bias, activation, dtype):
+    """Bias and activation around XLA's dot, for what has no kernel."""
+    if bias is not None:
+        out = out + bias
+    return _ACTIVATIONS[activation](out).astype(dtype)
+
+
+def _ordered(x, batch, first, second):
+    """x with its axes in the order batch, first, second; or batch, second, first (True), if they already lie so."""
+    straight, swapped = (*batch, *first, *second), (*batch, *second, *first)
+    if swapped == tuple(range(x.ndim)) and straight != swapped:
+        return x, True
+    return (x if straight == tuple(range(x.ndim)) else jnp.transpose(x, straight)), False
+
+
+def dot_general(
+    lhs: jax.typing.ArrayLike,
+    rhs: jax.typing.ArrayLike,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """General contraction with the semantics of :func:`jax.lax.dot_general`, on the kernels of :func:`jaxops.matmul`.
+
+    Fits wherever a dot_general can be injected: `flax.linen.Dense(dot_general=jaxops.dot_general)`,
+    `jax.numpy.einsum(..., _dot_general=jaxops.dot_general)`.
+
+    Args:
+      lhs: array.
+      rhs: array; dtypes may differ, both are then promoted.
+      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, axes of each operand.
+      precision: as in jax.lax.dot_general; see :func:`jaxops.matmul`.
+      preferred_element_type: dtype of the result; by default the one to which the operands promote.
+      out_sharding: as in jax.lax.dot_general.
+
+    Returns:
+      The contraction: batch axes first, then the free axes of `lhs`, then those of `rhs`.
+
+    Raises:
+      TypeError, ValueError: as jax.lax.dot_general, for axes that do not exist or do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxops
+      >>> jaxops.dot_general(jnp.ones((2, 3)), jnp.ones((4, 3)), (((1,), (1,)), ((), ()))).shape
+      (2, 4)
+    """
+    lhs, rhs = arguments.array("dot_general", "lhs", lhs), arguments.array("dot_general", "rhs", rhs)
+    numbers = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+    reference, out, common = _plan("dot_general", lhs, rhs, precision, preferred_element_type, out_sharding, numbers)
+    if common is None:
+        return reference(lhs, rhs, out_sharding=out_sharding)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+    order = np.argsort(lhs_contract)
+    lhs_contract, rhs_contract = ([axes[i] for i in order] for axes in (lhs_contract, rhs_contract))
+    lhs_free = [a for a in range(lhs.ndim) if a not in lhs_contract and a not in lhs_batch]
+    rhs_free = [a for a in range(rhs.ndim) if a not in rhs_contract and a not in rhs_batch]
+    batch = tuple(lhs.shape[a] for a in lhs_batch)
+    m, n, k = (
+        math.prod(x.shape[a] for a in axes)
+        for x, axes in ((lhs, lhs_free), (rhs, rhs_free), (lhs, lhs_contract))
+    )
+    left, lhs_transposed = _ordered(lhs.astype(common), lhs_batch, lhs_free, lhs_contract)
+    right, rhs_transposed = _ordered(rhs.astype(common), rhs_batch, rhs_contract, rhs_free)
+    left = left.reshape(*batch, *((k, m) if lhs_transposed else (m, k)))
+    right = right.reshape(*batch, *((n, k) if rhs_transposed else (k, n)))
+    spec = _Spec(lhs_transposed, rhs_transposed, np.dtype(out.dtype), None, reference.precision)
+    return _matmul(left, right, None, spec).reshape(out.shape)

@@ -1,0 +1,23 @@
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def rng(request):
+    """Random numbers that differ from test to test and not from run to run."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def x64():
+    """float64 for the duration of a test."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def on_gpu():
+    return jax.default_backend() == "gpu"
