@@ -16,8 +16,9 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def array(op: str, name: str, value: Any) -> jax.Array:
-    """The argument as an array. Lists and tuples are refused, as everywhere in JAX."""
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+    """The argument as an array. Lists and tuples are refused, as everywhere in JAX; Flax's variables are accepted."""
+    arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
+    if not isinstance(value, arrays) and not hasattr(value, "__jax_array__"):
         raise TypeError(f"{op}: {name} must be an array or a scalar, got {type(value).__name__}")
     return jnp.asarray(value)
 
@@ -100,7 +101,7 @@ def static_float(op: str, name: str, value: Any) -> float:
         raise TypeError(f"{op}: {name} must be a Python number, got a traced array")
     try:
         number = float(value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{op}: {name} must be a Python number, got {value!r}") from error
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"{op}: {name} must be finite and at least 0, got {number}")

@@ -142,9 +142,7 @@ class RowKernel(Kernel):
     def __call__(self, *operands, has: Sequence[str] = (), axes: Sequence[int], dtype, **attributes) -> list:
         """Binds the primitive. Absent operands are None and do not appear in `has`; so are absent results."""
         present = [x for x in operands if x is not None]
-        out = iter(
-            self.bind(*present, axes=tuple(axes), kept=(), has=tuple(has), dtype=np.dtype(dtype), **attributes)
-        )
+        out = iter(self.bind(*present, axes=tuple(axes), kept=(), has=tuple(has), dtype=np.dtype(dtype), **attributes))
         return [next(out) if not slot.optional or slot.name in has else None for slot in self.results]
 
     def _present(self, slots: Sequence[_Slot], has: Sequence[str]) -> list[_Slot]:
@@ -178,9 +176,7 @@ class RowKernel(Kernel):
         if self._summed:
             attributes["kept"] = kept
         out = self._plain(*named, axes=axes, dtype=dtype, **attributes)
-        return [
-            value for slot, value in zip(self.results, out, strict=True) if not slot.optional or slot.name in has
-        ]
+        return [value for slot, value in zip(self.results, out, strict=True) if not slot.optional or slot.name in has]
 
     def call_target(self, *operands, axes, kept, has, dtype, **attributes) -> list[jax.Array]:
         slots = self._present(self.operands, has)

@@ -55,8 +55,9 @@ struct Guarded<kHandler> {
   }
 };
 
-#define JAXOPS_HANDLER(name, function, ...) \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, ::jaxops::Guarded<function>::Call, ::jaxops::Bind().__VA_ARGS__, ::jaxops::kTraits)
+#define JAXOPS_HANDLER(name, function, ...)                                                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, ::jaxops::Guarded<function>::Call, ::jaxops::Bind().__VA_ARGS__, \
+                                ::jaxops::kTraits)
 
 }  // namespace jaxops
 

@@ -16,7 +16,8 @@ namespace jaxops {
 template <class... Ts>
 struct Types {};
 
-// Calls visit.operator()<T>() for the first T of the list that accept.operator()<T>() takes; `otherwise` if there is none.
+// Calls visit.operator()<T>() for the first T of the list that accept.operator()<T>() takes; `otherwise` if there is
+// none.
 template <class Result, class... Ts, class Accept, class Visit>
 Result First(Types<Ts...>, Result otherwise, const Accept& accept, const Visit& visit) {
   Result result = otherwise;

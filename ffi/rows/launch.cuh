@@ -21,23 +21,26 @@ using StridedStreamed = Placement<true, kLanes, 0>;
 
 // The first placement that holds the row is taken. A pack is 16 bytes of the widest dtype involved; a comment gives the
 // columns of 16-bit elements that fit.
-using RowPlacements = Types<Held<8, 1>,     //    64
-                            Held<32, 1>,    //   256
-                            Held<32, 2>,    //   512
-                            Held<32, 4>,    //  1024
-                            Held<64, 4>,    //  2048
-                            Held<128, 4>,   //  4096
-                            Held<256, 4>,   //  8192
-                            Held<512, 4>,   // 16384
-                            Held<512, 8>,   // 32768
+using RowPlacements = Types<Held<8, 1>,    //    64
+                            Held<32, 1>,   //   256
+                            Held<32, 2>,   //   512
+                            Held<32, 4>,   //  1024
+                            Held<64, 4>,   //  2048
+                            Held<128, 4>,  //  4096
+                            Held<256, 4>,  //  8192
+                            Held<512, 4>,  // 16384
+                            Held<512, 8>,  // 32768
                             Streamed<1024>>;
+// f64 is for correctness: few placements.
+using WideRowPlacements = Types<Held<32, 2>, Streamed<256>>;
 // Rows along another axis than the last: one element a pack.
 using StridedPlacements = Types<StridedHeld<8, 16>,   //  128
                                 StridedHeld<32, 32>,  // 1024
                                 StridedStreamed<32>>;
+using WideStridedPlacements = Types<StridedHeld<8, 8>, StridedStreamed<16>>;
 
 template <class P, int kV, bool kAligned, class A, class Op>
-__global__ void __launch_bounds__(P::kThreads) RowKernel(const Op op, const RowShape shape) {
+__global__ void __launch_bounds__(P::kThreads) RowKernel(const Op op, const Geometry shape) {
   Row<P, kV, kAligned, A> row(shape, blockIdx.x);
   op(row);
 }
@@ -50,7 +53,7 @@ cudaError_t LaunchPlacement(cudaStream_t stream, const Op& op, const RowShape& s
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(P::kThreads);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, RowKernel<P, kV, kAligned, A, Op>, op, shape);
+  return cudaLaunchKernelEx(&config, RowKernel<P, kV, kAligned, A, Op>, op, Geometry(shape));
 }
 
 template <class Placements, int kV, bool kAligned, class A, class Op>
@@ -68,15 +71,19 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape& shape)
   constexpr int kV = 16 / kWidest;
   if (shape.size() == 0) return cudaSuccess;
   if (shape.columns > std::numeric_limits<int>::max() - 1024 * kV) return cudaErrorInvalidValue;
-  if (shape.inner > 1) return LaunchAligned<StridedPlacements, 1, true, A>(stream, op, shape);
-  if (shape.columns % kV == 0) return LaunchAligned<RowPlacements, kV, true, A>(stream, op, shape);
-  return LaunchAligned<RowPlacements, kV, false, A>(stream, op, shape);
+  constexpr bool kWide = std::is_same_v<A, double>;
+  using Rows = std::conditional_t<kWide, WideRowPlacements, RowPlacements>;
+  using Strided = std::conditional_t<kWide, WideStridedPlacements, StridedPlacements>;
+  if (shape.inner > 1) return LaunchAligned<Strided, 1, true, A>(stream, op, shape);
+  if (shape.columns % kV == 0) return LaunchAligned<Rows, kV, true, A>(stream, op, shape);
+  return LaunchAligned<Rows, kV, false, A>(stream, op, shape);
 }
 
 // XLA aligns its buffers to 128 bytes or more; packs need 16.
 inline Error CheckAlignment(const char* handler, std::initializer_list<AnyBuffer> buffers) {
   for (const AnyBuffer& buffer : buffers) {
-    if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16) return Invalid(handler, "a buffer is not 16-byte aligned");
+    if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16)
+      return Invalid(handler, "a buffer is not 16-byte aligned");
   }
   return Error::Success();
 }

@@ -35,19 +35,37 @@ struct Sum {
   }
 };
 
-__device__ inline float Exp(float x) { return expf(x); }
+// exp(x) = 2^(x log2 e) by the hardware's exponential: 2 ulp plus |x| / 2 ulp of the argument. Arguments here are
+// differences to a row's maximum, so the error relative to the row's largest exponential, 1, stays below 1 ulp.
+__device__ inline float Exp(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
+  return result;
+}
 __device__ inline double Exp(double x) { return exp(x); }
 __device__ inline float Log(float x) { return logf(x); }
 __device__ inline double Log(double x) { return log(x); }
-__device__ inline float Rsqrt(float x) { return 1.0f / sqrtf(x); }
-__device__ inline double Rsqrt(double x) { return 1.0 / sqrt(x); }
-
-// value / divisor, given 1 / divisor: one Newton step brings the product to within an ulp of the quotient.
-template <class A>
-__device__ A Divide(A value, A divisor, A reciprocal) {
-  const A quotient = value * reciprocal;
-  return fma(fma(-quotient, divisor, value), reciprocal, quotient);
+__device__ inline double Rsqrt(double x) { return rsqrt(x); }
+__device__ inline float Rsqrt(float x) {  // the hardware's estimate and a Newton step, where that is defined
+  const float r = rsqrtf(x), refined = fmaf(0.5f * r, fmaf(-x * r, r, 1.0f), r);
+  return x > 0 && x < std::numeric_limits<float>::infinity() ? refined : r;
 }
+
+__device__ inline float Reciprocal(float x) { return __fdividef(1.0f, x); }  // x < 2^126
+__device__ inline double Reciprocal(double x) { return 1 / x; }
+
+// Divides by one number many times over: a product with its reciprocal, brought to within an ulp by a Newton step
+// unless the quotient is rounded to 16 bits anyway (kExact false).
+template <class A, bool kExact = true>
+struct Divisor {
+  A divisor, reciprocal;
+
+  explicit __device__ Divisor(A d) : divisor(d), reciprocal(Reciprocal(d)) {}
+  friend __device__ A operator/(A value, const Divisor& d) {
+    const A quotient = value * d.reciprocal;
+    return kExact ? fma(fma(-quotient, d.divisor, value), d.reciprocal, quotient) : quotient;
+  }
+};
 
 // fn applied to the values of one or more expressions.
 template <class Fn, class... Es>
@@ -66,19 +84,38 @@ struct Placement {
   static constexpr int kRows = kStrided ? 32 : kThreads / kLanes;  // rows a block
 };
 
+// What a kernel knows of the tensors' shape (RowShape says what the words mean).
+struct Geometry {
+  int64_t size, rows, rows_per_group, inner;
+  int columns;
+
+  explicit Geometry(const RowShape& shape)
+      : size(shape.size()),
+        rows(shape.total_rows()),
+        rows_per_group(shape.rows_per_group()),
+        inner(shape.inner),
+        columns(static_cast<int>(shape.columns)) {}
+};
+
+// scale or bias: one row of values, the same for all groups (stride 0) or one a group; null if there is none.
+template <class A>
+struct Vector {
+  const A* data;
+  int64_t group_stride;
+};
+
 template <class P, int kPack, bool kAligned, class A>
 class Row {
  public:
   static constexpr int kV = kPack;
   static constexpr bool kHeld = P::kPacks > 0;
 
-  __device__ Row(const RowShape& shape, int64_t block) : columns(static_cast<int>(shape.columns)), size_(shape.size()) {
+  __device__ Row(const Geometry& shape, int64_t block) : columns(shape.columns), shape_(shape) {
     const int slot = P::kStrided ? threadIdx.x % 32 : threadIdx.x / P::kLanes;
     lane_ = P::kStrided ? threadIdx.x / 32 : threadIdx.x % P::kLanes;
-    const int64_t wanted = block * P::kRows + slot, last = shape.total_rows() - 1;
+    const int64_t wanted = block * P::kRows + slot, last = shape.rows - 1;
     live_ = wanted <= last;  // threads past the last row repeat it and store nothing
     index = live_ ? wanted : last;
-    group = shape.groups == 1 ? 0 : index / shape.rows_per_group();
     if constexpr (P::kStrided) {
       const int64_t outer = index / shape.inner;
       stride_ = shape.inner;
@@ -89,8 +126,7 @@ class Row {
     }
   }
 
-  int64_t index;  // among all rows
-  int64_t group;
+  int64_t index;  // among the rows of all groups
   int columns;
 
   // One thread a row: it stores the row's scalars.
@@ -114,8 +150,10 @@ class Row {
     }
   }
 
-  // A vector with one value a column, shared by all the rows of a group: scale or bias; `absent` if there is none.
-  __device__ auto LoadParameter(const A* vector, A absent) const {
+  // The vector's value for each column; `absent` if there is none.
+  __device__ auto LoadParameter(Vector<A> parameter, A absent) const {
+    const int64_t group = parameter.group_stride ? index / shape_.rows_per_group : 0;
+    const A* const vector = parameter.data ? parameter.data + group * parameter.group_stride : nullptr;
     return [this, vector, absent](int, int column) {
       Pack<A, kV> values;
       if (vector == nullptr) {
@@ -140,7 +178,7 @@ class Row {
       for (int i = 0; i < kV; ++i) values.lane[i] = static_cast<T>(value(i));
       if (!live_) return;
       T* const target = tensor + Offset(column);
-      if (kAligned || (Inside(column) && Inside(column + kV - 1))) {
+      if (Whole(column)) {
         *reinterpret_cast<Pack<T, kV>*>(target) = values;
       } else {
 #pragma unroll
@@ -186,17 +224,18 @@ class Row {
   }
 
   __device__ bool Inside(int column) const { return kAligned || (column >= 0 && column < columns); }
+  __device__ bool Whole(int column) const { return kAligned || (column >= 0 && column + kV <= columns); }
   __device__ int64_t Offset(int column) const { return begin_ + (P::kStrided ? column * stride_ : int64_t{column}); }
 
   // A pack that overlaps the row's edges also reads its neighbours' elements, but nothing beyond the tensor.
   template <class T>
   __device__ Pack<T, kV> Read(const T* tensor, int column) const {
     const int64_t offset = Offset(column);
-    if (kAligned || offset + kV <= size_) return *reinterpret_cast<const Pack<T, kV>*>(tensor + offset);
+    if (kAligned || offset + kV <= shape_.size) return *reinterpret_cast<const Pack<T, kV>*>(tensor + offset);
     Pack<T, kV> values = {};
 #pragma unroll
     for (int i = 0; i < kV; ++i)
-      if (offset + i < size_) values.lane[i] = tensor[offset + i];
+      if (offset + i < shape_.size) values.lane[i] = tensor[offset + i];
     return values;
   }
 
@@ -205,9 +244,14 @@ class Row {
     A total = M::template Identity<A>();
     ForEachPack([&](int pack, int column) {
       const auto value = expression(pack, column);
+      if (Whole(column)) {
 #pragma unroll
-      for (int i = 0; i < kV; ++i)
-        if (Inside(column + i)) total = M::Join(total, static_cast<A>(value(i)));
+        for (int i = 0; i < kV; ++i) total = M::Join(total, static_cast<A>(value(i)));
+      } else {
+#pragma unroll
+        for (int i = 0; i < kV; ++i)
+          if (Inside(column + i)) total = M::Join(total, static_cast<A>(value(i)));
+      }
     });
     return total;
   }
@@ -251,7 +295,8 @@ class Row {
     return value;
   }
 
-  int64_t begin_, size_, stride_ = 1;
+  const Geometry& shape_;
+  int64_t begin_, stride_ = 1;
   int lane_, shift_ = 0, turn_ = 0;
   bool live_;
 };

@@ -16,26 +16,37 @@
 
 namespace jaxops {
 
-// Rows that lie side by side (inner > 1) travel this many at a time: one cache line of floats.
+// Rows that lie side by side (inner > 1) travel this many at a time: one cache line of floats. Both directions go
+// through squares of this size, so that every cache line is used whole while it is there.
 inline constexpr int64_t kBundle = 16;
 
+// Calls copy(column, row) for all columns of `width` neighbouring rows, square by square.
+template <class Copy>
+JAXOPS_INLINE void ForEachSquare(int64_t columns, int64_t width, Copy copy) {
+  for (int64_t begin = 0; begin < columns; begin += kBundle) {
+    const int64_t end = begin + kBundle < columns ? begin + kBundle : columns;
+    for (int64_t w = 0; w < width; ++w)
+      for (int64_t c = begin; c < end; ++c) copy(c, w);
+  }
+}
+
+// rows[w * pitch + c] = source[c * stride + w]
 template <class A, class T>
-JAXOPS_CLONES void Gather(const T* source, int64_t stride, int64_t columns, int64_t width, A* rows) {
+JAXOPS_CLONES void Gather(const T* source, int64_t stride, int64_t columns, int64_t width, int64_t pitch, A* rows) {
   if (stride == 1) {
     for (int64_t c = 0; c < columns; ++c) rows[c] = ToFloat(source[c]);
   } else {
-    for (int64_t c = 0; c < columns; ++c)
-      for (int64_t w = 0; w < width; ++w) rows[w * columns + c] = ToFloat(source[c * stride + w]);
+    ForEachSquare(columns, width, [=](int64_t c, int64_t w) { rows[w * pitch + c] = ToFloat(source[c * stride + w]); });
   }
 }
 
 template <class A, class T>
-JAXOPS_CLONES void Scatter(const A* rows, int64_t stride, int64_t columns, int64_t width, T* target) {
+JAXOPS_CLONES void Scatter(const A* rows, int64_t stride, int64_t columns, int64_t width, int64_t pitch, T* target) {
   if (stride == 1) {
     for (int64_t c = 0; c < columns; ++c) target[c] = FromFloat<T>(rows[c]);
   } else {
-    for (int64_t c = 0; c < columns; ++c)
-      for (int64_t w = 0; w < width; ++w) target[c * stride + w] = FromFloat<T>(rows[w * columns + c]);
+    ForEachSquare(columns, width,
+                  [=](int64_t c, int64_t w) { target[c * stride + w] = FromFloat<T>(rows[w * pitch + c]); });
   }
 }
 
@@ -81,10 +92,13 @@ Error ForEachRow(Device& pool, const RowShape& shape, int64_t tasks, const std::
   const int64_t bundles = shape.rows * bundles_per_row;
   const int64_t workers = std::max<int64_t>(1, std::min(pool.num_threads(), tasks * shape.groups));
   const DataType direct = std::is_same_v<A, double> ? DataType::F64 : DataType::F32;
-  const auto scratch = std::make_unique_for_overwrite<A[]>(workers * (kInputs + kOutputs) * width * columns);
+  // Rows a power of two apart would all fall into the same few sets of the cache.
+  const int64_t pitch = columns + kBundle, tensor_size = width * pitch,
+                worker_size = (kInputs + kOutputs) * tensor_size;
+  const auto scratch = std::make_unique_for_overwrite<A[]>(workers * worker_size);
 
   const auto run = [&](int64_t worker, int64_t task) {
-    A* const buffers = scratch.get() + worker * (kInputs + kOutputs) * width * columns;
+    A* const buffers = scratch.get() + worker * worker_size;
     const int64_t group = task / tasks, part = task % tasks;
     for (int64_t bundle = bundles * part / tasks; bundle < bundles * (part + 1) / tasks; ++bundle) {
       const int64_t first = bundle % bundles_per_row * width, count = std::min(width, inner - first);
@@ -94,24 +108,25 @@ Error ForEachRow(Device& pool, const RowShape& shape, int64_t tasks, const std::
       for (size_t k = 0; k < rows.size(); ++k) {
         const AnyBuffer& tensor = k < kInputs ? inputs[k] : outputs[k - kInputs];
         const bool in_place = inner == 1 && tensor.element_type() == direct;
-        rows[k] = in_place ? static_cast<A*>(tensor.untyped_data()) + offset : buffers + k * width * columns;
+        rows[k] = in_place ? static_cast<A*>(tensor.untyped_data()) + offset : buffers + k * tensor_size;
         if (in_place || k >= kInputs) continue;
         VisitElement<A>(tensor.element_type(), [&]<class T> {
-          Gather<A, T>(static_cast<const T*>(tensor.untyped_data()) + offset, inner, columns, count, rows[k]);
+          Gather<A, T>(static_cast<const T*>(tensor.untyped_data()) + offset, inner, columns, count, pitch, rows[k]);
         });
       }
       for (int64_t w = 0; w < count; ++w) {
         std::array<const A*, kInputs> in;
         std::array<A*, kOutputs> out;
-        for (size_t k = 0; k < kInputs; ++k) in[k] = rows[k] + w * columns;
-        for (size_t k = 0; k < kOutputs; ++k) out[k] = rows[kInputs + k] + w * columns;
+        for (size_t k = 0; k < kInputs; ++k) in[k] = rows[k] + w * pitch;
+        for (size_t k = 0; k < kOutputs; ++k) out[k] = rows[kInputs + k] + w * pitch;
         body(task, outer * inner + first + w, in, out);
       }
       for (size_t k = 0; k < kOutputs; ++k) {
         const AnyBuffer& tensor = outputs[k];
         if (inner == 1 && tensor.element_type() == direct) continue;
         VisitElement<A>(tensor.element_type(), [&]<class T> {
-          Scatter<A, T>(rows[kInputs + k], inner, columns, count, static_cast<T*>(tensor.untyped_data()) + offset);
+          Scatter<A, T>(rows[kInputs + k], inner, columns, count, pitch,
+                        static_cast<T*>(tensor.untyped_data()) + offset);
         });
       }
     }

@@ -20,7 +20,7 @@ def _compose_logits(op: str, x, scale, bias, where, causal):
     Composed from XLA's operations: the kernels do not take these options themselves yet.
     """
     if scale is not None:
-        scale = arguments.array(op, "scale", scale)
+        scale = arguments.real_array(op, "scale", scale)
         if scale.ndim:
             raise ValueError(f"{op}: scale must be a scalar, got shape {scale.shape}")
         x = x * scale.astype(x.dtype)

@@ -133,9 +133,7 @@ def apply(op, centred, x, scale, bias, axis, epsilon, where, residual, dtype: An
     result = arguments.result_dtype(op, dtype, jnp.result_type(x, *given))
     wide = accumulator(x.dtype, result, *(value.dtype for value in given))
     expanded = [d if a in axes else 1 for a, d in enumerate(x.shape)]
-    scale, bias = (
-        None if value is None else value.astype(wide).reshape(expanded) for value in parameters.values()
-    )
+    scale, bias = (None if value is None else value.astype(wide).reshape(expanded) for value in parameters.values())
     if where is not None:
         where = arguments.boolean(op, "where", where)
         if arguments.joint_shape(op, x=x.shape, where=where.shape) != x.shape:

@@ -74,7 +74,10 @@ class _MatmulKernel(Kernel):
             rhs = jnp.swapaxes(rhs, -1, -2) if spec.rhs_transposed else rhs
             z = jnp.matmul(lhs, rhs, precision=spec.precision, preferred_element_type=wide)
         else:
-            contract = ((rank - 2 if spec.lhs_transposed else rank - 1,), (rank - 1 if spec.rhs_transposed else rank - 2,))
+            contract = (
+                (rank - 2 if spec.lhs_transposed else rank - 1,),
+                (rank - 1 if spec.rhs_transposed else rank - 2,),
+            )
             axes = tuple(range(len(batch)))
             z = lax.dot_general(
                 lhs, rhs, (contract, (axes, axes)), precision=spec.precision, preferred_element_type=wide
@@ -183,7 +186,10 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
     reference = _Reference(dimension_numbers, precision, preferred)
     avals = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b))
     out = _reference_shape(reference, *avals, jax.config.jax_enable_x64)
-    common = np.dtype(jnp.result_type(a.dtype, b.dtype))
+    try:
+        common = np.dtype(jnp.result_type(a.dtype, b.dtype))
+    except ValueError:  # no promotion is defined, as among the 8-bit floats
+        common = np.dtype(a.dtype)
     why = None
     if out_sharding is not None:
         why = "out_sharding is left to XLA's dot"
@@ -325,8 +331,7 @@ def dot_general(
     rhs_free = [a for a in range(rhs.ndim) if a not in rhs_contract and a not in rhs_batch]
     batch = tuple(lhs.shape[a] for a in lhs_batch)
     m, n, k = (
-        math.prod(x.shape[a] for a in axes)
-        for x, axes in ((lhs, lhs_free), (rhs, rhs_free), (lhs, lhs_contract))
+        math.prod(x.shape[a] for a in axes) for x, axes in ((lhs, lhs_free), (rhs, rhs_free), (lhs, lhs_contract))
     )
     left, lhs_transposed = _ordered(lhs.astype(common), lhs_batch, lhs_free, lhs_contract)
     right, rhs_transposed = _ordered(rhs.astype(common), rhs_batch, rhs_contract, rhs_free)

@@ -37,9 +37,8 @@ struct LogSoftmaxBackward {
 };
 
 Error Forward(Device stream, AnyBuffer x, BufferResult y) {
-  return rows::LaunchMap("log_softmax_fwd", stream, x, *y, *y, [&]<class T, class U> {
-    return LogSoftmaxForward<T, U>{Data<T>(x), Data<U>(*y)};
-  });
+  return rows::LaunchMap("log_softmax_fwd", stream, x, *y, *y,
+                         [&]<class T, class U> { return LogSoftmaxForward<T, U>{Data<T>(x), Data<U>(*y)}; });
 }
 
 Error Backward(Device stream, AnyBuffer x, AnyBuffer dy, BufferResult dx) {

@@ -54,7 +54,8 @@ __device__ void StoreRow(const Problem& p, int64_t batch, int64_t bias_offset, i
   if (p.preactivation) store(p.preactivation, preactivations);
 }
 
-// The tile of block `block`: tiles are visited in bands of 8 tile rows, so that blocks that run together share operands.
+// The tile of block `block`: tiles are visited in bands of 8 tile rows, so that blocks that run together share
+// operands.
 struct Tile {
   int64_t row, column, batch;
 };

@@ -18,15 +18,23 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
   constexpr const char* kHandler = "matmul";
   if (rest.size() > 1 || more.size() > 1) return Invalid(kHandler, "too many operands or results");
   std::optional<AnyBuffer> bias, preactivation;
-  if (rest.size() == 1) bias = rest.get<AnyBuffer>(0).value();
-  if (more.size() == 1) preactivation = *more.get<AnyBuffer>(0).value();
+  if (rest.size() == 1) {
+    auto buffer = rest.get<AnyBuffer>(0);
+    if (!buffer.has_value()) return Invalid(kHandler, "bias is no array");
+    bias = *buffer;
+  }
+  if (more.size() == 1) {
+    auto buffer = more.get<AnyBuffer>(0);
+    if (!buffer.has_value()) return Invalid(kHandler, "preactivation is no array");
+    preactivation = **buffer;
+  }
   const DataType operands = lhs.element_type(), result = out->element_type();
   Problem problem;
   JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "rhs", rhs, operands));
   if (bias) JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "bias", *bias, AccumulatorType(operands)));
   JAXOPS_RETURN_IF_ERROR(matmul::ParseProblem(kHandler, lhs, rhs, bias ? &*bias : nullptr, *out,
-                                              preactivation ? &*preactivation : nullptr, lhs_transposed,
-                                              rhs_transposed, activation, &problem));
+                                              preactivation ? &*preactivation : nullptr, lhs_transposed, rhs_transposed,
+                                              activation, &problem));
   if (problem.m * problem.n * problem.batches == 0) return Error::Success();
   return First(
       MatmulPairs{}, Invalid(kHandler, "no kernel for these element types"),

@@ -1,5 +1,6 @@
 // bf16 and f16 matmul on the tensor cores of every GPU since sm_80: mma.sync, f32 sums, operands through a ring of
-// shared-memory stages filled by cp.async. Any shape and layout; rows that are not 16-byte aligned are loaded by element.
+// shared-memory stages filled by cp.async. Any shape and layout; rows that are not 16-byte aligned are loaded by
+// element.
 #ifndef JAXOPS_OPS_MATMUL_MMA_CUH_
 #define JAXOPS_OPS_MATMUL_MMA_CUH_
 
@@ -47,10 +48,10 @@ __device__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
                  : "memory");
   }
 }
-#define JAXOPS_MMA(type)                                                                                       \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                          \
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                          \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                \
+#define JAXOPS_MMA(type)                                                              \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 // d += a b for a 16 x 16 and b 16 x 8.
 template <class T>

@@ -44,9 +44,9 @@ struct Problem {
   // lhs is [m, k], or [k, m] if transposed; rhs is [k, n], or [n, k] if transposed.
   bool lhs_transposed, rhs_transposed;
   Batch batch;
-  const void *lhs, *rhs, *bias;             // bias: null if there is none
+  const void *lhs, *rhs, *bias;                 // bias: null if there is none
   int64_t bias_row_stride, bias_column_stride;  // 0 where the bias broadcasts
-  void *out, *preactivation;                // preactivation: null unless the backward pass will need it
+  void *out, *preactivation;                    // preactivation: null unless the backward pass will need it
   Activation activation;
 
   int64_t lhs_stride() const { return lhs_transposed ? m : k; }
@@ -77,7 +77,8 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBu
   }
   if (preactivation) {
     const auto z = preactivation->dimensions();
-    if (!std::equal(z.begin(), z.end(), o.begin(), o.end())) return Invalid(handler, "the preactivation's shape is off");
+    if (!std::equal(z.begin(), z.end(), o.begin(), o.end()))
+      return Invalid(handler, "the preactivation's shape is off");
     JAXOPS_RETURN_IF_ERROR(CheckType(handler, "preactivation", *preactivation, out.element_type()));
   }
   const int64_t ones[2] = {1, 1};
@@ -103,7 +104,7 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBu
                            !b || b[axis] == 1 ? 0 : stride.bias};
       Batch& batch = reversed;
       const int last = batch.axes - 1;
-      const auto continues = [&](int64_t Offsets::*operand) {
+      const auto continues = [&](int64_t Offsets::* operand) {
         return own.*operand == batch.strides[last].*operand * batch.sizes[last];
       };
       if (last >= 0 && continues(&Offsets::lhs) && continues(&Offsets::rhs) && continues(&Offsets::bias)) {

@@ -1,8 +1,8 @@
 // f32 and f64 matmul on the ordinary arithmetic units: exact products, sums in the operands' own precision.
 //
-// 256 threads compute a tile of 16 kQuad x 2 square. Each thread has four kQuad x kQuad squares half a tile apart, so that
-// the warp's reads of shared memory are whole vectors without bank conflicts. Two tiles of operands: while one is used,
-// the next is on its way from global memory, through registers.
+// 256 threads compute a tile of 16 kQuad x 2 square. Each thread has four kQuad x kQuad squares half a tile apart, so
+// that the warp's reads of shared memory are whole vectors without bank conflicts. Two tiles of operands: while one is
+// used, the next is on its way from global memory, through registers.
 #ifndef JAXOPS_OPS_MATMUL_SIMT_CUH_
 #define JAXOPS_OPS_MATMUL_SIMT_CUH_
 
@@ -13,9 +13,9 @@ namespace jaxops::matmul {
 template <class A>
 struct SimtTile {
   static constexpr int kThreads = 256, kDepth = 8;
-  static constexpr int kQuad = 16 / sizeof(A);      // 4 floats or 2 doubles: one 16-byte access
-  static constexpr int kSize = 16 * 2 * kQuad;      // 128 or 64
-  static constexpr int kPitch = kSize + kQuad;      // lanes that store along k hit different banks
+  static constexpr int kQuad = 16 / sizeof(A);  // 4 floats or 2 doubles: one 16-byte access
+  static constexpr int kSize = 16 * 2 * kQuad;  // 128 or 64
+  static constexpr int kPitch = kSize + kQuad;  // lanes that store along k hit different banks
   static constexpr int kLoads = kSize * kDepth / kThreads;
 };
 
@@ -57,10 +57,10 @@ __global__ void __launch_bounds__(SimtTile<A>::kThreads) SimtMatmul(const Proble
   __shared__ alignas(16) A lhs_tiles[2][Shape::kDepth][Shape::kPitch], rhs_tiles[2][Shape::kDepth][Shape::kPitch];
   const Tile tile = TileOf(p, blockIdx.x, Shape::kSize, Shape::kSize);
   const Offsets offsets = p.batch.At(tile.batch);
-  SimtOperand<A, !kLhsTransposed> lhs = {static_cast<const A*>(p.lhs) + offsets.lhs, kLhsTransposed ? p.m : p.k, p.m,
-                                         p.k, tile.row, {}};
-  SimtOperand<A, kRhsTransposed> rhs = {static_cast<const A*>(p.rhs) + offsets.rhs, kRhsTransposed ? p.k : p.n, p.n,
-                                        p.k, tile.column, {}};
+  SimtOperand<A, !kLhsTransposed> lhs = {
+      static_cast<const A*>(p.lhs) + offsets.lhs, kLhsTransposed ? p.m : p.k, p.m, p.k, tile.row, {}};
+  SimtOperand<A, kRhsTransposed> rhs = {
+      static_cast<const A*>(p.rhs) + offsets.rhs, kRhsTransposed ? p.k : p.n, p.n, p.k, tile.column, {}};
   const int y = threadIdx.x / 16 * kQuad, x = threadIdx.x % 16 * kQuad;
   A sums[2 * kQuad][2 * kQuad] = {};
 

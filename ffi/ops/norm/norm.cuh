@@ -15,24 +15,24 @@ template <bool kCentred, class T, class U>
 struct NormForwardOp {
   using A = Accumulator<T>;
   const T* x;
-  Parameter scale, bias;
+  rows::Vector<A> scale, bias;
   A epsilon;
   U* y;
   A *mean_out, *rstd_out;
 
   __device__ void operator()(auto& row) const {
     const auto values = row.Load(x);
+    const rows::Divisor<A> columns(static_cast<A>(row.columns));
     A mean = 0;
-    if constexpr (kCentred) mean = row.template Reduce<rows::Sum>(values) / row.columns;
+    if constexpr (kCentred) mean = row.template Reduce<rows::Sum>(values) / columns;
     const auto squares = rows::Map([=](A value) { return (value - mean) * (value - mean); }, values);
-    const A rstd = rows::Rsqrt(row.template Reduce<rows::Sum>(squares) / row.columns + epsilon);
+    const A rstd = rows::Rsqrt(row.template Reduce<rows::Sum>(squares) / columns + epsilon);
     if (row.Leads()) {
       if constexpr (kCentred) mean_out[row.index] = mean;
       rstd_out[row.index] = rstd;
     }
     const auto result = [=](A value, A s, A b) { return (value - mean) * rstd * s + b; };
-    row.Store(y, rows::Map(result, values, row.LoadParameter(scale.ForGroup<A>(row.group), A{1}),
-                           row.LoadParameter(bias.ForGroup<A>(row.group), A{0})));
+    row.Store(y, rows::Map(result, values, row.LoadParameter(scale, A{1}), row.LoadParameter(bias, A{0})));
   }
 };
 
@@ -42,18 +42,18 @@ struct NormBackwardOp {
   using A = Accumulator<T>;
   const T* x;
   const U* dy;
-  Parameter scale;
+  rows::Vector<A> scale;
   const A *mean, *rstd;
   T* dx;
 
   __device__ void operator()(auto& row) const {
     const A m = kCentred ? mean[row.index] : A{0}, r = rstd[row.index];
     const auto normalised = rows::Map([=](A value) { return (value - m) * r; }, row.Load(x));
-    const auto gradient = rows::Map([](A g, A s) { return g * s; }, row.Load(dy),
-                                    row.LoadParameter(scale.ForGroup<A>(row.group), A{1}));
+    const auto gradient = rows::Map([](A g, A s) { return g * s; }, row.Load(dy), row.LoadParameter(scale, A{1}));
     const auto product = rows::Map([](A g, A x_hat) { return g * x_hat; }, gradient, normalised);
     const auto sums = row.template Reduce<rows::Sum>(gradient, product);
-    const A mean_g = kCentred ? sums.first / row.columns : A{0}, mean_gx = sums.second / row.columns;
+    const rows::Divisor<A> columns(static_cast<A>(row.columns));
+    const A mean_g = kCentred ? sums.first / columns : A{0}, mean_gx = sums.second / columns;
     row.Store(dx, rows::Map([=](A g, A x_hat) { return r * (g - mean_g - x_hat * mean_gx); }, gradient, normalised));
   }
 };
@@ -74,6 +74,11 @@ struct ParameterGradients {
   }
 };
 
+template <class A>
+rows::Vector<A> ToVector(const Parameter& parameter) {
+  return {static_cast<const A*>(parameter.data), parameter.group_stride};
+}
+
 template <bool kCentred>
 Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, bool has_scale, bool has_bias,
               double epsilon) {
@@ -84,8 +89,8 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
     using A = Accumulator<T>;
     return NormForwardOp<kCentred, T, U>{
         .x = Data<T>(*call.x),
-        .scale = call.scale,
-        .bias = call.bias,
+        .scale = ToVector<A>(call.scale),
+        .bias = ToVector<A>(call.bias),
         .epsilon = static_cast<A>(epsilon),
         .y = Data<U>(*call.y),
         .mean_out = static_cast<A*>(call.mean),
@@ -105,7 +110,7 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
     return NormBackwardOp<kCentred, T, U>{
         .x = Data<T>(*call.x),
         .dy = Data<U>(*call.dy),
-        .scale = call.scale,
+        .scale = ToVector<A>(call.scale),
         .mean = static_cast<const A*>(call.mean),
         .rstd = static_cast<const A*>(call.rstd),
         .dx = Data<T>(*call.dx),
@@ -122,8 +127,9 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
         .has_scale = has_scale,
     };
     A *const dscale = static_cast<A*>(call.dscale), *const dbias = static_cast<A*>(call.dbias);
-    return FromCuda(handler, rows::LaunchColumnSums(stream, op, call.shape, call.chunks, call.parameters,
-                                                    static_cast<A*>(call.workspace), has_scale ? dscale : dbias, dbias));
+    return FromCuda(handler,
+                    rows::LaunchColumnSums(stream, op, call.shape, call.chunks, call.parameters,
+                                           static_cast<A*>(call.workspace), has_scale ? dscale : dbias, dbias));
   });
 }
 

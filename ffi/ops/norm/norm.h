@@ -22,7 +22,7 @@ struct Parameter {
   int64_t group_stride = 0;
 
   template <class A>
-  constexpr const A* ForGroup(int64_t group) const {
+  const A* ForGroup(int64_t group) const {
     return data ? static_cast<const A*>(data) + group * group_stride : nullptr;
   }
 };
@@ -54,11 +54,12 @@ struct Cursor {
   size_t next = 0;
 
   Error Take(std::optional<AnyBuffer>* out) {
-    if (next >= source.size()) return Invalid(handler, "too few operands or results");
+    auto buffer = source.template get<AnyBuffer>(next++);
+    if (!buffer.has_value()) return Invalid(handler, "an operand or a result is missing or no array");
     if constexpr (std::is_same_v<Source, ffi::RemainingArgs>) {
-      *out = source.template get<AnyBuffer>(next++).value();
+      *out = *buffer;
     } else {
-      *out = *source.template get<AnyBuffer>(next++).value();
+      *out = **buffer;
     }
     return Error::Success();
   }
@@ -128,8 +129,8 @@ inline Error ParseNormBackward(const char* handler, bool centred, bool has_scale
     JAXOPS_RETURN_IF_ERROR(result.Take(&workspace));
     if (workspace->dimensions().size() != 4) return Invalid(handler, "the workspace must have 4 dimensions");
     out->chunks = workspace->dimensions()[2];
-    JAXOPS_RETURN_IF_ERROR(CheckDimensions(handler, "the workspace", *workspace,
-                                           {out->parameters, s.groups, out->chunks, s.columns}));
+    JAXOPS_RETURN_IF_ERROR(
+        CheckDimensions(handler, "the workspace", *workspace, {out->parameters, s.groups, out->chunks, s.columns}));
     JAXOPS_RETURN_IF_ERROR(CheckType(handler, "the workspace", *workspace, type));
     if (out->chunks < 1) return Invalid(handler, "the workspace needs at least one chunk");
     out->workspace = workspace->untyped_data();
@@ -141,11 +142,11 @@ inline Error ParseNormBackward(const char* handler, bool centred, bool has_scale
 }
 
 // The handlers of both ops, from Forward<centred> and Backward<centred> of the including file.
-#define JAXOPS_NORM_HANDLERS(op, centred)                                                                     \
-  JAXOPS_HANDLER(op##_fwd, (jaxops::Forward<centred>),                                                        \
-                 RemainingArgs().RemainingRets().Attr<bool>("has_scale").Attr<bool>("has_bias").Attr<double>( \
-                     "epsilon"));                                                                             \
-  JAXOPS_HANDLER(op##_bwd, (jaxops::Backward<centred>),                                                       \
+#define JAXOPS_NORM_HANDLERS(op, centred)                                                                      \
+  JAXOPS_HANDLER(                                                                                              \
+      op##_fwd, (jaxops::Forward<centred>),                                                                    \
+      RemainingArgs().RemainingRets().Attr<bool>("has_scale").Attr<bool>("has_bias").Attr<double>("epsilon")); \
+  JAXOPS_HANDLER(op##_bwd, (jaxops::Backward<centred>),                                                        \
                  RemainingArgs().RemainingRets().Attr<bool>("has_scale").Attr<bool>("has_bias"))
 
 }  // namespace jaxops

@@ -13,9 +13,8 @@ struct SoftmaxForward {
     const auto values = row.Load(x);
     const auto max = row.template Reduce<rows::Max>(values);
     const auto exponentials = rows::Map([=](auto value) { return rows::Exp(value - max); }, values);
-    const auto sum = row.template Reduce<rows::Sum>(exponentials);
-    const auto reciprocal = 1 / sum;
-    row.Store(y, rows::Map([=](auto value) { return rows::Divide(value, sum, reciprocal); }, exponentials));
+    const rows::Divisor<Accumulator<T>, (sizeof(U) > 2)> sum(row.template Reduce<rows::Sum>(exponentials));
+    row.Store(y, rows::Map([=](auto value) { return value / sum; }, exponentials));
   }
 };
 
@@ -34,9 +33,8 @@ struct SoftmaxBackward {
 };
 
 Error Forward(Device stream, AnyBuffer x, BufferResult y) {
-  return rows::LaunchMap("softmax_fwd", stream, x, *y, *y, [&]<class T, class U> {
-    return SoftmaxForward<T, U>{Data<T>(x), Data<U>(*y)};
-  });
+  return rows::LaunchMap("softmax_fwd", stream, x, *y, *y,
+                         [&]<class T, class U> { return SoftmaxForward<T, U>{Data<T>(x), Data<U>(*y)}; });
 }
 
 Error Backward(Device stream, AnyBuffer y, AnyBuffer dy, BufferResult dx) {

@@ -1,0 +1,63 @@
+# make build | test | demo | bench OP=softmax | fmt | lint
+# PYTHON chooses the interpreter (3.11 or newer), JAX a version of jax (0.10.0, 0.11.2, ...; default: the newest
+# supported one); each pair gets an environment of its own. ARGS is handed to the demo, the tests and the benchmarks.
+PYTHON ?= python3
+JAX ?=
+ARGS ?=
+OP ?= all
+CUDA_ARCHITECTURES ?=
+
+python_version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV ?= .venv/python$(python_version)-jax$(or $(JAX),latest)
+python := $(VENV)/bin/python
+# With an NVIDIA driver here, jax comes with its CUDA plugin.
+jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
+headers := build/ffi_headers
+
+.PHONY: build test test-slow demo bench fmt lint clean
+.DEFAULT_GOAL := build
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(python) -m pip install --quiet --upgrade pip
+	$(python) -m pip install --progress-bar on --quiet '$(jax)' $$($(python) tools/requirements.py build demo test lint)
+	touch $@
+
+# The FFI headers alone of the oldest supported jaxlib, beside whatever jaxlib the environment has.
+$(headers)/ready: pyproject.toml | $(VENV)/ready
+	$(python) -m pip install --quiet --no-deps --only-binary=:all: --python-version 3.12 --upgrade \
+	  --target $(headers) "$$($(python) tools/requirements.py headers)"
+	touch $@
+
+# Incremental: ninja rebuilds what changed.
+build: $(VENV)/ready $(headers)/ready
+	$(python) -m pip install --quiet --no-build-isolation --no-deps --editable . \
+	  --config-settings=cmake.define.JAXOPS_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
+	  $(if $(CUDA_ARCHITECTURES),--config-settings='cmake.define.JAXOPS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)')
+
+test: build
+	$(python) -m pytest -m "not slow" $(ARGS)
+
+test-slow: build
+	$(python) -m pytest -m slow $(ARGS)
+
+demo: build
+	$(python) -m jaxops $(ARGS)
+
+bench: build
+	$(python) -m benchmarks $(OP) $(ARGS)
+
+cxx_sources = $(shell find ffi -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
+
+fmt: $(VENV)/ready
+	$(python) -m ruff check --fix .
+	$(python) -m ruff format .
+	$(VENV)/bin/clang-format -i $(cxx_sources)
+
+lint: $(VENV)/ready
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(cxx_sources)
+
+clean:
+	rm -rf build dist .venv

@@ -1,0 +1,82 @@
+"""Times jaxops and XLA alternately in one run, on the device at hand: `python -m benchmarks OP`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+import jaxops
+from benchmarks import calls, harness, matmul, rows
+
+# Calls first: the kernel clock leaves CUPTI attached, which would slow them down.
+OPS = ("calls", *rows.OPS, "matmul")
+
+
+def _arguments(argv):
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Times jaxops and XLA alternately in one run, prints a table with the share of the ceiling "
+        "measured in the same run, and appends each measurement to results/OP.csv.",
+    )
+    parser.add_argument("op", choices=(*OPS, "all"), metavar="OP", help=f"one of {', '.join(OPS)} or all")
+    parser.add_argument("--quick", action="store_true", help="a few small shapes and few repeats: does it run?")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=tuple(harness.TOLERANCES),
+        default=["bfloat16", "float32"],
+        help="dtypes of the operands; by default bfloat16 and float32; calls is always float32",
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="seconds of timing a measurement, without compilation (default 0.5, quick 0.05)"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="only measurements whose label, such as 'softmax backward bfloat16 65536x1024', contains the text",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path(__file__).resolve().parent / "results",
+        metavar="DIRECTORY",
+        help="where the CSV files are (default: %(default)s)",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmarks; 1 if a measurement failed."""
+    arguments = _arguments(argv)
+    seconds = (0.05 if arguments.quick else 0.5) if arguments.seconds is None else arguments.seconds
+    settings = harness.Settings(
+        dtypes=tuple(arguments.dtype),
+        quick=arguments.quick,
+        seconds=seconds,
+        only=arguments.only,
+        results=arguments.results,
+        console=harness.make_console(),
+    )
+    settings.console.print(f"jaxops {jaxops.__version__}, jax {jax.__version__}, {harness.device_name()}")
+    selected = OPS if arguments.op == "all" else (arguments.op,)
+    succeeded = True
+    if "calls" in selected:
+        succeeded &= calls.run(settings)
+    timed = [op for op in selected if op != "calls"]
+    if timed:
+        clock, what = harness.find_clock()
+        settings.console.print(f"timing: {what}", markup=False)
+    for op in timed:
+        succeeded &= matmul.run(clock, settings) if op == "matmul" else rows.run(op, clock, settings)
+    settings.console.print(f"appended to {settings.results}/*.csv")
+    return 0 if succeeded else 1
+
+
+if __name__ == "__main__":
+    harness.keep_freed_memory()
+    sys.exit(main())

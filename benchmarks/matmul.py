@@ -1,0 +1,179 @@
+"""matmul: floating-point operations a second, beside the best that XLA reaches on a square product in the same run.
+
+f32 is compared in full precision: XLA's own default on a GPU is TF32, which is another product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+
+import jaxops
+from benchmarks import harness
+from jaxops._comparison import COMPARISONS, parameter_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """batch products [m, k] @ [k, n]; the layout's letters say which operand lies transposed in memory."""
+
+    m: int
+    n: int
+    k: int
+    layout: str = "NN"
+    batch: int = 0
+    op: str = "matmul"
+
+    def __str__(self):
+        batch = f"{self.batch} of " if self.batch else ""
+        layout = "" if self.layout == "NN" else f" {self.layout}"
+        return f"{batch}{self.m}x{self.n}x{self.k}{layout}"
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of the product; each of the two gradients takes as many."""
+        return 2 * self.m * self.n * self.k * max(self.batch, 1)
+
+
+def _squares(*sizes):
+    return [Case(size, size, size) for size in sizes]
+
+
+LANGUAGE_MODELS = [
+    Case(8192, 6144, 4096),
+    Case(8192, 28672, 4096),
+    Case(8192, 4096, 14336),
+    Case(8192, 128256, 4096),
+    Case(65536, 256, 256),
+    Case(8192, 128, 8192),
+    Case(2048, 768, 3072),
+]
+SKINNY = [Case(m, 4096, 4096) for m in (1, 16, 64, 128)] + [Case(m, 28672, 4096) for m in (16, 128)]
+UNALIGNED = [Case(4095, 4097, 4093), Case(1000, 1000, 1000), Case(127, 129, 131)]
+BATCHED = [Case(1024, 128, 1024, batch=128), Case(1024, 1024, 128, batch=128), Case(256, 256, 64, batch=256)]
+LAYOUTS = [
+    Case(m, n, k, layout)
+    for m, n, k in ((4096, 4096, 4096), (8192, 4096, 14336), (4096, 4096, 100))
+    for layout in ("NT", "TN", "TT")
+]
+
+CASES = {
+    "gpu": [
+        *_squares(512, 1024, 2048, 4096, 8192),
+        *LANGUAGE_MODELS,
+        *SKINNY,
+        *UNALIGNED,
+        Case(128, 128, 65536),
+        *BATCHED,
+        *LAYOUTS,
+        *(dataclasses.replace(case, op="dense_gelu") for case in _squares(2048, 4096, 8192) + LANGUAGE_MODELS),
+    ],
+    "cpu": [
+        *_squares(256, 512, 1024),
+        Case(1, 1024, 1024),
+        Case(127, 129, 131),
+        Case(256, 256, 64, batch=8),
+        Case(512, 512, 512, "NT"),
+        Case(512, 512, 512, op="dense_gelu"),
+    ],
+}
+QUICK = {"gpu": [*_squares(1024), Case(127, 129, 131)], "cpu": [*_squares(128), Case(63, 65, 67)]}
+
+#: The squares of which the best XLA rate is the ceiling.
+CEILINGS = {"gpu": _squares(4096, 8192), "cpu": _squares(512, 1024)}
+QUICK_CEILINGS = {"gpu": _squares(4096), "cpu": _squares(256)}
+
+#: f32 runs at a sixteenth of bf16's rate on a GPU: larger products than these operations say nothing new.
+F32_OPERATIONS = 2e12
+
+
+def cases(dtype: str, quick: bool) -> list[Case]:
+    """The products for the device at hand."""
+    found = (QUICK if quick else CASES)[_backend()]
+    return [case for case in found if dtype != "float32" or case.operations <= F32_OPERATIONS]
+
+
+def _backend():
+    return "cpu" if jax.default_backend() == "cpu" else "gpu"
+
+
+def operands(case: Case, dtype: str, rng: harness.Generator) -> tuple[jax.Array, ...]:
+    """The matrices as they lie in memory, and the bias if the op takes one."""
+    lead = (case.batch,) if case.batch else ()
+    shapes = ((case.m, case.k), (case.k, case.n))
+    matrices = tuple(
+        rng.standard_normal(lead + (shape if letter == "N" else shape[::-1])).astype(dtype)
+        for shape, letter in zip(shapes, case.layout, strict=True)
+    )
+    if case.op != "dense_gelu":
+        return matrices
+    return *matrices, rng.standard_normal((case.n,)).astype(parameter_dtype(dtype))
+
+
+def functions(case: Case) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """jaxops's product and XLA's."""
+    if case.layout == "NN":
+        comparison = COMPARISONS[case.op]
+        return _full_precision(comparison.ours), _full_precision(comparison.reference)
+    contracted = tuple((axis if letter == "N" else 1 - axis,) for axis, letter in zip((1, 0), case.layout, strict=True))
+    return tuple(
+        _full_precision(functools.partial(function, dimension_numbers=(contracted, ((), ()))))
+        for function in (jaxops.dot_general, jax.lax.dot_general)
+    )
+
+
+def _full_precision(function):
+    def product(*operands):
+        with jax.default_matmul_precision("highest"):
+            return function(*operands)
+
+    return product
+
+
+def ceiling(dtype: str, clock: harness.Clock, settings: harness.Settings) -> float:
+    """XLA's best rate on a square product."""
+    rates = []
+    for case in (QUICK_CEILINGS if settings.quick else CEILINGS)[_backend()]:
+        draw = harness.drawing(functools.partial(operands, case, dtype))
+        product = harness.Calls(harness.compiled(functions(case)[1]), [draw(0)])
+        times = harness.alternate(clock, {"xla": product}, settings.seconds, settings.rounds)
+        rates.append(case.operations / times["xla"] / 1e12)
+    return max(rates)
+
+
+def tasks(dtype: str, ceiling: float, quick: bool) -> list[harness.Task]:
+    """The measurements of a dtype. Gradients only of plain products: those of the others are such products too."""
+    found = []
+    for case in cases(dtype, quick):
+        ours, reference = functions(case)
+        draw = harness.drawing(functools.partial(operands, case, dtype))
+        plain = case.op == "matmul" and case.layout == "NN"
+        for direction, products in (("forward", 1), ("backward", 2))[: 2 if plain else 1]:
+            found.append(
+                harness.Task(
+                    op=case.op,
+                    direction=direction,
+                    shape=str(case),
+                    dtype=dtype,
+                    ours=ours,
+                    reference=reference,
+                    draw=draw,
+                    work=products * case.operations,
+                    unit="TFLOP/s",
+                    ceiling=ceiling,
+                )
+            )
+    return found
+
+
+def run(clock: harness.Clock, settings: harness.Settings) -> bool:
+    """Measures the products; False if a measurement failed."""
+    succeeded = True
+    for dtype in settings.dtypes:
+        best = ceiling(dtype, clock, settings)
+        title = f"matmul (m x n x k), {dtype}; ceiling: XLA's best square product"
+        succeeded &= harness.run(title, tasks(dtype, best, settings.quick), clock, settings)
+    return succeeded

@@ -1,0 +1,106 @@
+"""softmax, log_softmax, layer_norm and rms_norm: bytes a second, beside the ceiling of XLA's elementwise kernels.
+
+Effective bytes are the fewest that an op must move: forward reads x and writes y, 2 N; backward reads two tensors and
+writes one, 3 N. The ceilings move as many: -x over f32 words (1 read : 1 write) and x + y (2 reads : 1 write).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import harness
+from jaxops._comparison import COMPARISONS
+
+OPS = ("softmax", "log_softmax", "layer_norm", "rms_norm")
+
+#: Ops whose comparison takes an axis.
+ANY_AXIS = ("softmax", "log_softmax")
+
+COLUMNS = {
+    "gpu": (64, 127, 256, 768, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 16384, 32768, 50257, 65536, 131072, 262144),
+    "cpu": (64, 127, 1024, 4097, 50257),
+}
+QUICK_COLUMNS = (127, 1024)
+
+#: Bytes of x.
+SIZES = {"gpu": 256 << 20, "cpu": 16 << 20}
+QUICK_SIZES = {"gpu": 16 << 20, "cpu": 1 << 20}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """x's shape and the axis of the reduction."""
+
+    shape: tuple[int, ...]
+    axis: int = -1
+
+    def __str__(self):
+        return "x".join(map(str, self.shape)) + ("" if self.axis == -1 else f" axis {self.axis}")
+
+
+AXIS_CASES = {
+    "gpu": (Case((64, 1024, 1024), 1), Case((256, 128, 32, 32), 1), Case((65536, 1024), 0)),
+    "cpu": (Case((16, 256, 1024), 1), Case((4096, 1024), 0)),
+}
+
+
+def cases(op: str, dtype: str, quick: bool) -> list[Case]:
+    """The shapes for the device at hand."""
+    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    size = (QUICK_SIZES if quick else SIZES)[backend] // jnp.dtype(dtype).itemsize
+    found = [Case((max(1, size // columns), columns)) for columns in (QUICK_COLUMNS if quick else COLUMNS[backend])]
+    return found + list(AXIS_CASES[backend] if op in ANY_AXIS and not quick else ())
+
+
+@functools.lru_cache(maxsize=1)
+def _words(count):
+    """Sets of two operands of `count` f32 words."""
+    draw = harness.drawing(lambda rng: (rng.standard_normal((count,)), rng.standard_normal((count,))))
+    first = draw(0)
+    return [first, *(draw(seed) for seed in range(1, harness.copies(first[:1])))]
+
+
+def ceiling(size: int, direction: str) -> harness.Calls:
+    """An elementwise XLA kernel that reads one tensor (forward) or two (backward) of `size` bytes and writes one."""
+    if direction == "backward":
+        return harness.Calls(harness.compiled(jnp.add), _words(size // 4))
+    return harness.Calls(harness.compiled(jnp.negative), [operands[:1] for operands in _words(size // 4)])
+
+
+def tasks(op: str, settings: harness.Settings) -> list[harness.Task]:
+    """The op's measurements."""
+    comparison = COMPARISONS[op]
+    found = []
+    for dtype in settings.dtypes:
+        for case in cases(op, dtype, settings.quick):
+            axis = {} if case.axis == -1 else {"axis": case.axis}
+            size = math.prod(case.shape) * jnp.dtype(dtype).itemsize
+            draw = harness.drawing(functools.partial(comparison.operands, shape=case.shape, dtype=np.dtype(dtype)))
+            for direction, tensors in (("forward", 2), ("backward", 3)):
+                found.append(
+                    harness.Task(
+                        op=op,
+                        direction=direction,
+                        shape=str(case),
+                        dtype=dtype,
+                        ours=functools.partial(comparison.ours, **axis),
+                        reference=functools.partial(comparison.reference, **axis),
+                        draw=draw,
+                        work=tensors * size,
+                        unit="TB/s",
+                        ceiling=functools.partial(ceiling, size, direction),
+                    )
+                )
+    return found
+
+
+def run(op: str, clock: harness.Clock, settings: harness.Settings) -> bool:
+    """Measures one op; False if a measurement failed."""
+    title = f"{op}; ceiling: -x forward, x + y backward, over as many bytes"
+    return harness.run(title, tasks(op, settings), clock, settings)

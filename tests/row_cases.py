@@ -1,0 +1,60 @@
+"""Row lengths around every capacity of the row kernels, and the comparison of results that hold NaN or infinities."""
+
+from __future__ import annotations
+
+import contract
+import jax.numpy as jnp
+import numpy as np
+
+# Capacities are powers of two, counted in packs of V = 8, 4 or 2 elements. A row that is no multiple of V long may begin
+# anywhere in a pack, which costs up to 2 V - 1 elements of the capacity.
+_AROUND = (-7, -6, -3, -2, -1, 0, 1, 8)
+
+#: Lengths of rows of adjacent elements, aligned and unaligned, on both sides of every capacity.
+COLUMNS = sorted({2**k + d for k in range(3, 16) for d in _AROUND} | {1, 2, 3, 4, 5, 6, 65536, 69999, 70000})
+
+#: Shapes [outer, length, inner] of rows whose elements lie `inner` apart: lengths around the capacities of their
+#: placements, inner sizes below, at and above a warp; normalised over axis 1.
+STRIDED = [
+    (outer, length, inner)
+    for length in (1, 2, 3, 7, 8, 9, 127, 128, 129, 500, 1023, 1024, 1025, 1500)
+    for outer, inner in ((2, 3), (1, 33))
+] + [(2, 130, 2), (3, 40, 31), (1, 40, 32), (2, 5, 100), (1, 2000, 2)]
+
+
+def edged(rng, shape, dtype, axis, edge):
+    """Normal values whose first and last entries along `axis` are `edge` larger: a row cut short shows at once."""
+    values = rng.standard_normal(shape)
+    edges = np.moveaxis(values, axis, -1)
+    edges[..., 0] += edge
+    edges[..., -1] += edge
+    return jnp.asarray(values.astype(dtype))
+
+
+def assert_matches(got, wanted, what="result", rounding=contract.ROUNDING, reference=None, terms=None):
+    """contract.assert_close for the finite wanted values; NaN and infinities are equal.
+
+    terms: the sizes of what cancels in `wanted`; rounding then counts in ulp of the largest of them.
+    """
+    got, wanted = np.array(got), np.array(wanted, np.float64)
+    assert got.shape == wanted.shape, f"{what}: shape {got.shape} instead of {wanted.shape}"
+    with np.errstate(over="ignore"):
+        rounded = wanted.astype(got.dtype).astype(np.float64)
+    special = ~np.isfinite(rounded)
+    np.testing.assert_array_equal(got[special].astype(np.float64), rounded[special], err_msg=what)
+    got[special], wanted[special] = 0, 0
+    if reference is not None:
+        reference = np.array(reference)
+        reference[special] = 0
+        reference = reference if np.isfinite(reference.astype(np.float64)).all() else None
+    if terms is not None and got.size:
+        tiny = float(jnp.finfo(got.dtype).tiny)
+        terms = np.broadcast_to(terms, got.shape)
+        largest, cancelled = (max(float(np.max(np.abs(x[~special]), initial=0)), tiny) for x in (wanted, terms))
+        rounding *= max(1, cancelled / largest)
+    contract.assert_close(got, wanted, reference, what, rounding)
+
+
+def coarsest(*dtypes) -> float:
+    """The largest eps among floating dtypes."""
+    return max(float(jnp.finfo(dtype).eps) for dtype in dtypes)

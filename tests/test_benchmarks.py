@@ -1,0 +1,128 @@
+"""The benchmarks run on the device at hand and write what they print."""
+
+import csv
+import importlib
+import pathlib
+import sys
+
+import jax
+import pytest
+
+COLUMNS = "date,jaxops,jax,device,op,direction,shape,dtype,ours,xla,unit,ceiling,ratio,timing"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a module of benchmarks/: the repository's root comes last, behind the installed jaxops."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(pathlib.Path(__file__).parents[1])])
+    return lambda name: importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.fixture
+def bench(load, tmp_path):
+    """Runs `python -m benchmarks` with the arguments and returns the rows of a CSV file."""
+
+    def run(*arguments, file):
+        command = [*arguments, "--quick", "--seconds", "0.01", "--results", str(tmp_path)]
+        assert load("__main__").main(command) == 0
+        lines = (tmp_path / f"{file}.csv").read_text().splitlines()
+        assert lines[0] == COLUMNS
+        rows = list(csv.DictReader(lines))
+        for row in rows:
+            assert row["jax"] == jax.__version__
+            assert float(row["ours"]) > 0
+            assert float(row["xla"]) > 0
+            speed = float(row["ours"]) / float(row["xla"])
+            expected = 1 / speed if row["unit"] == "us/call" else speed
+            assert float(row["ratio"]) == pytest.approx(expected, rel=1e-3)
+        return rows
+
+    return run
+
+
+@pytest.mark.parametrize("op", ["softmax", "layer_norm"])
+def test_row_op(bench, op, capsys):
+    rows = bench(op, "--dtype", "float32", "--only", "x127", file=op)
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    assert all(float(row["ceiling"]) > 0 and row["unit"] == "TB/s" for row in rows)
+    assert rows[0]["shape"] in capsys.readouterr().out
+
+
+def test_results_are_appended(load, tmp_path):
+    harness = load("harness")
+    measured = dict.fromkeys(("op", "direction", "shape", "dtype", "unit", "timing"), "")
+    row = harness.Row.of(**measured, ours=1.0, xla=2.0, ceiling=None, ratio=0.5)
+    for count in (1, 2):
+        harness.append(tmp_path / "new" / "op.csv", row)
+        lines = (tmp_path / "new" / "op.csv").read_text().splitlines()
+        assert lines[0] == COLUMNS
+        assert len(lines) == 1 + count
+
+
+def test_matmul(bench):
+    rows = bench("matmul", "--dtype", "float32", "--only", "forward", file="matmul")
+    assert {row["unit"] for row in rows} == {"TFLOP/s"}
+
+
+def test_calls(load, tmp_path):
+    harness, calls = load("harness"), load("calls")
+    settings = harness.Settings(("float32",), True, 0.01, "", tmp_path, harness.make_console())
+    assert calls.run(settings, length=5)
+    with (tmp_path / "calls.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["op"] for row in rows] == ["softmax", "layer_norm"]
+    assert float(rows[0]["ceiling"]) > 0
+
+
+def test_every_shape_list_makes_tasks(load, tmp_path, monkeypatch):
+    """Shapes, labels and amounts of work of the lists for both kinds of device; nothing is run."""
+    harness, rows, matmul = load("harness"), load("rows"), load("matmul")
+    settings = harness.Settings(("bfloat16", "float32"), False, 1.0, "", tmp_path, None)
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        tasks = [task for op in rows.OPS for task in rows.tasks(op, settings)]
+        tasks += [task for dtype in settings.dtypes for task in matmul.tasks(dtype, 1.0, False)]
+        labels = [task.label for task in tasks]
+        assert len(set(labels)) == len(labels)
+        assert all(task.work > 0 for task in tasks)
+        for task in tasks:
+            if (task.direction, task.dtype) != ("forward", "bfloat16"):
+                continue
+            operands = jax.eval_shape(task.draw, 0)
+            ours, reference = (jax.eval_shape(f, *operands) for f in (task.ours, task.reference))
+            assert (ours.shape, ours.dtype) == (reference.shape, reference.dtype), task.label
+
+
+def test_wrong_results_are_refused(load):
+    harness = load("harness")
+    double = harness.Task(
+        "double", "forward", "4", "float32", lambda x: 2 * x, lambda x: 2.001 * x, lambda seed: (), 1.0, "TB/s", 1.0
+    )
+    calls = [harness.Calls(f, [(jax.numpy.ones(4),)]) for f in (double.ours, double.reference)]
+    with pytest.raises(ArithmeticError, match="differs"):
+        harness.check(double, *calls)
+
+
+def test_kernels_are_counted(load):
+    hlo = """HloModule jit_run, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
+
+%fused_computation (param_0: f32[4]) -> f32[4] {
+  %param_0 = f32[4]{0} parameter(0)
+  %negate = f32[4]{0} negate(%param_0)
+  ROOT %exponential = f32[4]{0} exponential(%negate)
+}
+
+%command_buffer (p: f32[4]) -> (f32[4], f32[]) {
+  %p = f32[4]{0} parameter(0)
+  %fusion = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused_computation
+  ROOT %call = (f32[4]{0}, f32[]) custom-call(%fusion), custom_call_target="t"
+}
+
+ENTRY %main.3 (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %call = (f32[4]{0}, f32[]) call(%x), to_apply=%command_buffer
+  %get-tuple-element = f32[4]{0} get-tuple-element(%call), index=0
+  ROOT %loop_fusion = f32[4]{0} fusion(%get-tuple-element), kind=kLoop, calls=%fused_computation
+}
+"""
+    assert load("calls").kernels(hlo) == 3

@@ -1,0 +1,425 @@
+"""matmul and dot_general: what is theirs beyond the contract. All values and gradients against float64."""
+
+import functools
+import itertools
+import math
+
+import contract
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import jaxops
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jaxops import _kernel
+from jaxops._comparison import value_and_gradients
+from row_cases import assert_matches, coarsest
+
+
+@pytest.fixture
+def fallback(monkeypatch):
+    """Fallback warnings are given again, and expected."""
+    monkeypatch.setattr(_kernel, "_said", set())
+    with pytest.warns(jaxops.FallbackWarning):
+        yield
+
+
+def wide(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def normal(rng, shape, dtype="float32"):
+    return jnp.asarray(rng.standard_normal(shape).astype(dtype))
+
+
+def rounding_of(k, *dtypes):
+    """In ulp of the result, the first of the dtypes: sums of k products of operands in their common dtype."""
+    return (contract.GRADIENT_ROUNDING + 0.5 * max(k, 1) ** 0.5) * coarsest(*dtypes) / coarsest(dtypes[0])
+
+
+def gradients_of_all(functions):
+    """The functions' values and gradients; one compilation for all."""
+    return jax.jit(
+        lambda operands, cotangents: [
+            value_and_gradients(f, xs, dy) for f, xs, dy in zip(functions, operands, cotangents, strict=True)
+        ]
+    )
+
+
+def check(calls, operands, rng, slack=1):
+    """calls: pairs of ours and a reference; values and gradients of ours against those of the reference in float64."""
+    operands = [[jnp.asarray(x) for x in xs] for xs in operands]
+    cotangents = []
+    for (ours, reference), xs in zip(calls, operands, strict=True):
+        out, wanted = jax.eval_shape(ours, *xs), jax.eval_shape(reference, *xs)
+        assert (out.shape, out.dtype, out.weak_type) == (wanted.shape, wanted.dtype, False)
+        cotangents.append(normal(rng, out.shape, out.dtype))
+    results = gradients_of_all([ours for ours, _ in calls])(operands, cotangents)
+    exactly = gradients_of_all([reference for _, reference in calls])
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        wanted = exactly(*jax.tree.map(lambda x: jnp.asarray(wide(x)), (operands, cotangents)))
+    for xs, dy, got, targets in zip(operands, cotangents, results, wanted, strict=True):
+        what = " and ".join(f"{x.dtype}{x.shape}" for x in xs)
+        a, b, largest = (float(np.abs(wide(x)).max(initial=0)) for x in (*xs[:2], dy))
+        summed = (max(1, *xs[0].shape, *xs[1].shape), dy.size, dy.size, dy.size)
+        products = (a * b, b * largest, a * largest, largest)
+        for i, (gotten, target) in enumerate(zip(got, targets, strict=True)):
+            assert gotten.dtype == (xs[i - 1].dtype if i else dy.dtype), what
+            terms = products[i] * summed[i] ** 0.5  # the size of a sum of so many products of random signs
+            rounding = slack * contract.GRADIENT_ROUNDING * coarsest(gotten.dtype, dy.dtype) / coarsest(gotten.dtype)
+            rounding *= 8 if gotten.dtype == np.float64 else 1
+            assert_matches(gotten, target, f"{what}: result {i}", rounding, terms=terms)
+
+
+# --- jnp.matmul's shapes ---
+
+SHAPES = [
+    ((3,), (3,)),
+    ((1,), (1,)),
+    ((2, 3), (3,)),
+    ((3,), (3, 4)),
+    ((2, 3), (3, 4)),
+    ((5, 2, 3), (3, 4)),
+    ((2, 3), (5, 3, 4)),
+    ((5, 2, 3), (5, 3, 4)),
+    ((1, 2, 3), (5, 3, 4)),
+    ((5, 2, 3), (1, 3, 4)),
+    ((6, 1, 2, 3), (5, 3, 4)),
+    ((6, 1, 2, 3), (1, 5, 3, 4)),
+    ((6, 5, 2, 3), (3, 4)),
+    ((5, 2, 3), (3,)),
+    ((3,), (5, 3, 4)),
+    ((5, 1, 1, 3), (2, 3, 1)),
+]
+
+
+def test_shapes(rng):
+    operands = [[normal(rng, s) for s in shapes] for shapes in SHAPES]
+    check([(jaxops.matmul, jnp.matmul)] * len(SHAPES), operands, rng)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 0), (0, 4)), ((5, 2, 0), (0, 4)), ((0,), (0,)), ((0, 3), (3, 4)), ((2, 3), (3, 0)), ((0, 2, 3), (3, 4))]
+)
+def test_zero_sizes(shapes):
+    a, b = (jnp.ones(s) for s in shapes)
+    wanted = np.zeros(np.matmul(*map(np.asarray, (a, b))).shape)
+    np.testing.assert_array_equal(jaxops.matmul(a, b), wanted)
+    for gradient, operand in zip(jax.grad(lambda *xs: jaxops.matmul(*xs).sum(), (0, 1))(a, b), (a, b), strict=True):
+        np.testing.assert_array_equal(gradient, np.zeros(operand.shape))
+
+
+def test_empty_sums_take_bias_and_activation():
+    got = jaxops.matmul(jnp.ones((2, 0)), jnp.ones((0, 3)), bias=jnp.array([1.0, -1.0, 2.0]), activation="relu")
+    np.testing.assert_array_equal(got, [[1, 0, 2]] * 2)
+
+
+# --- dtypes ---
+
+
+def test_dtypes_promote(rng, x64):
+    pairs = list(itertools.product(contract.DTYPES, repeat=2))
+    operands = [(normal(rng, (3, 17), a), normal(rng, (17, 5), b)) for a, b in pairs]
+    results = jax.jit(lambda operands: [jaxops.matmul(a, b) for a, b in operands])(operands)
+    for (a, b), got in zip(operands, results, strict=True):
+        assert got.dtype == jnp.result_type(a, b)
+        assert_matches(got, wide(a) @ wide(b), f"{a.dtype} x {b.dtype}", 8 * rounding_of(17, got.dtype))
+
+
+def test_gradients_of_mixed_dtypes(rng):
+    pairs = [("bfloat16", "float32"), ("float32", "float16"), ("bfloat16", "float16"), ("float16", "float16")]
+    operands = [[normal(rng, (4, 9), a), normal(rng, (9, 5), b)] for a, b in pairs]
+    check([(jaxops.matmul, jnp.matmul)] * len(pairs), operands, rng)
+
+
+@pytest.mark.parametrize("dtypes", [("int8", "int8"), ("int32", "int32"), ("bool", "bool"), ("uint8", "int32")], ids=str)
+def test_integers_and_booleans_run_on_xla(dtypes, rng, fallback):
+    a, b = (jnp.asarray(rng.integers(0, 2, s).astype(d)) for s, d in zip(((3, 4), (4, 5)), dtypes, strict=True))
+    got, wanted = jaxops.matmul(a, b), jnp.matmul(a, b)
+    assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_int8_to_int32_on_request(fallback):
+    a = jnp.full((2, 300), 100, jnp.int8)
+    got = jaxops.matmul(a, a.T, preferred_element_type=jnp.int32)
+    assert got.dtype == np.int32 and (got == 3_000_000).all()
+
+
+def test_integers_with_floats(rng):
+    a, b = jnp.asarray(rng.integers(-3, 3, (3, 4)), jnp.int8), normal(rng, (4, 5))
+    got = jaxops.matmul(a, b)
+    assert got.dtype == jnp.matmul(a, b).dtype
+    assert_matches(got, wide(a) @ wide(b))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_preferred_element_type_keeps_the_sum(dtype, rng):
+    a, b = normal(rng, (6, 40), dtype), normal(rng, (40, 7), dtype)
+
+    def ours(a, b):
+        return jaxops.matmul(a, b, preferred_element_type=jnp.float32)
+
+    assert ours(a, b).dtype == np.float32
+    assert_matches(ours(a, b), wide(a) @ wide(b), rounding=rounding_of(40, "float32"))
+
+    def reference(a, b):
+        return jnp.matmul(a, b, preferred_element_type=jnp.result_type(a, np.float32))
+
+    check([(ours, reference)], [(a, b)], rng)
+
+
+def test_narrower_preferred_element_type_runs_on_xla(rng, fallback):
+    a, b = normal(rng, (6, 40)), normal(rng, (40, 7))
+    got = jaxops.matmul(a, b, preferred_element_type=jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    assert_matches(got, wide(a) @ wide(b), rounding=16)
+
+
+def test_complex_runs_on_xla(fallback):
+    a = jnp.array([[1 + 2j, 3], [0, 1j]], jnp.complex64)
+    np.testing.assert_allclose(jaxops.matmul(a, a), np.asarray(a) @ np.asarray(a), rtol=1e-3)
+
+
+def test_fp8(fallback):
+    """e4m3 x e5m2, as in training: values that fp8 holds exactly."""
+    a = jnp.asarray(np.arange(-8, 8).reshape(2, 8), ml_dtypes.float8_e4m3fn)
+    b = jnp.asarray(np.resize([0.5, 1, -2, 4, 0, 8], (8, 3)), ml_dtypes.float8_e5m2)
+    numbers = (((1,), (0,)), ((), ()))
+    got = jaxops.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, wide(a) @ wide(b))
+
+
+# --- precision, out_sharding ---
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [None, lax.Precision.HIGHEST, lax.Precision.DEFAULT, "highest", "float32", ("default", "highest"), ["highest"] * 2],
+    ids=str,
+)
+def test_precision(precision, rng):
+    a, b = normal(rng, (6, 40)), normal(rng, (40, 7))
+    for got in (
+        jaxops.matmul(a, b, precision=precision),
+        jaxops.dot_general(a, b, (((1,), (0,)), ((), ())), precision),
+        jax.jit(lambda a, b: jaxops.matmul(a, b, precision=precision))(a, b),
+    ):
+        assert_matches(got, wide(a) @ wide(b), rounding=rounding_of(40, "float32"))
+
+
+def test_default_matmul_precision(rng):
+    a, b = normal(rng, (6, 40)), normal(rng, (40, 7))
+    with jax.default_matmul_precision("highest"):
+        assert_matches(jaxops.matmul(a, b), wide(a) @ wide(b), rounding=rounding_of(40, "float32"))
+
+
+def test_dot_algorithm_runs_on_xla(rng, fallback):
+    a, b = normal(rng, (6, 40)), normal(rng, (40, 7))
+    got = jaxops.matmul(a, b, precision=lax.DotAlgorithmPreset.F32_F32_F32)
+    assert_matches(got, wide(a) @ wide(b), rounding=rounding_of(40, "float32"))
+
+
+def test_out_sharding_runs_on_xla(rng, fallback):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+    a, b = normal(rng, (4, 6)), normal(rng, (6, 2))
+    with jax.set_mesh(mesh):
+        spec = jax.P("x", None)
+        sharded = jax.device_put(a, jax.NamedSharding(mesh, spec))
+        got = jaxops.matmul(sharded, b, out_sharding=spec, bias=jnp.ones(2), activation="relu")
+        assert jax.typeof(got).sharding.spec == spec
+    np.testing.assert_allclose(got, np.maximum(wide(a) @ wide(b) + 1, 0), rtol=2e-2, atol=2e-2)
+
+
+# --- bias and activation ---
+
+BIASED = [((5, 12), (12, 7), bias) for bias in ((), (1,), (7,), (5, 1), (5, 7))]
+BIASED += [((3, 5, 12), (3, 12, 7), bias) for bias in ((7,), (3, 1, 1), (3, 5, 7), (1, 5, 1), (3, 1, 7))]
+BIASED += [((3, 5, 12), (12, 7), bias) for bias in ((7,), (5, 1), (3, 1, 7))]
+BIASED += [((12,), (12, 7), (7,)), ((5, 12), (12,), (5,)), ((3, 5, 12), (12,), (3, 1)), ((12,), (12,), ())]
+BIASED += [((5, 12), (12, 7)), ((2, 3, 4), (4, 5))]
+
+
+def activate(activation, z):
+    return {
+        None: lambda z: z,
+        "relu": lambda z: jnp.where(z > 0, z, 0),
+        "gelu": lambda z: 0.5 * z * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+        "gelu_exact": lambda z: 0.5 * z * (1 + lax.erf(z / math.sqrt(2))),
+        "silu": lambda z: z / (1 + jnp.exp(-z)),
+    }[activation](z)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_exact", "silu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_bias_and_activation(activation, dtype, rng):
+    def reference(a, b, bias=None):
+        z = jnp.matmul(a, b)
+        return activate(activation, z if bias is None else z + bias.astype(z.dtype))
+
+    # Bias shapes are XLA's business on the CPU and the epilogue's on CUDA: they do not depend on the dtype.
+    cases = BIASED if dtype == "float32" else BIASED[2::4]
+    wider = "float64" if dtype == "float64" else "float32"
+    with contract.precision_of(dtype):
+        operands = [
+            [normal(rng, shape, wider if i == 2 else dtype) for i, shape in enumerate(shapes)] for shapes in cases
+        ]
+        calls = [(functools.partial(call_with_bias, activation), reference)] * len(cases)
+        check(calls, operands, rng, slack=4 if activation else 1)
+
+
+def call_with_bias(activation, a, b, bias=None):
+    return jaxops.matmul(a, b, bias=bias, activation=activation)
+
+
+def test_sums_are_rounded_once(rng):
+    """Bias and activation meet the f32 sum, not its bf16 rounding: within one rounding of the exact result."""
+    a, b = normal(rng, (16, 64), "bfloat16"), normal(rng, (64, 16), "bfloat16")
+    sums = wide(a) @ wide(b)
+    got = jaxops.matmul(a, b, bias=jnp.asarray(-sums.round(), jnp.float32), activation="relu")
+    assert_matches(got, np.maximum(sums - sums.round(), 0), rounding=1)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_exact", "silu"])
+def test_activations_of_special_values(activation):
+    z = np.array([[np.nan, np.inf, 0.0, 30.0, -30.0]], np.float32)
+    got = jaxops.matmul(jnp.zeros((1, 2)), jnp.zeros((2, 5)), bias=z, activation=activation)[0]
+    np.testing.assert_allclose(got, [np.nan, np.inf, 0, 30, 0], atol=1e-6)
+
+
+# --- dot_general ---
+
+LAYOUTS = {"NN": (1, 0), "NT": (1, 1), "TN": (0, 0), "TT": (0, 1)}
+GENERAL = [
+    ((2, 4, 3), (2, 3, 5), (((2,), (1,)), ((0,), (0,)))),
+    ((2, 4, 3), (2, 5, 3), (((2,), (2,)), ((0,), (0,)))),
+    ((2, 3, 4), (2, 3, 5), (((1,), (1,)), ((0,), (0,)))),
+    ((2, 3, 4), (2, 5, 3), (((1,), (2,)), ((0,), (0,)))),
+    ((4, 3, 2), (3, 5, 2), (((1,), (0,)), ((2,), (2,)))),
+    ((4, 2, 3), (3, 2, 5), (((2,), (0,)), ((1,), (1,)))),
+    ((2, 6, 4, 3), (6, 2, 3, 5), (((3,), (2,)), ((0, 1), (1, 0)))),
+    ((4, 3, 6), (3, 6, 5), (((1, 2), (0, 1)), ((), ()))),
+    ((4, 3, 6), (6, 3, 5), (((1, 2), (1, 0)), ((), ()))),
+    ((4, 3, 6), (6, 3, 5), (((2, 1), (0, 1)), ((), ()))),
+    ((3, 4, 6), (5, 6, 3), (((0, 2), (2, 1)), ((), ()))),
+    ((3, 6, 4), (3, 6, 5), (((0, 1), (0, 1)), ((), ()))),
+    ((2, 3, 4, 6), (6, 2, 7, 3), (((3, 1), (0, 3)), ((0,), (1,)))),
+    ((4, 7, 3), (3, 5, 2), (((2,), (0,)), ((), ()))),
+    ((4, 3), (5, 2), (((), ()), ((), ()))),
+    ((4, 3), (4, 3), (((), ()), ((0, 1), (0, 1)))),
+    ((4, 3), (4, 3), (((0, 1), (0, 1)), ((), ()))),
+    ((4, 3), (3, 4), (((1,), (0,)), ((0,), (1,)))),
+    ((), (), (((), ()), ((), ()))),
+    ((), (3, 2), (((), ()), ((), ()))),
+    ((5,), (5,), (((0,), (0,)), ((), ()))),
+    ((1, 1), (1, 1), (((1,), (0,)), ((), ()))),
+]
+
+
+def test_dot_general(rng):
+    """Against lax.dot_general: batch axes anywhere, several contracted axes in any order, outer products, scalars."""
+    operands = [(normal(rng, a), normal(rng, b)) for a, b, _ in GENERAL]
+    calls = [
+        [functools.partial(function, dimension_numbers=numbers) for function in (jaxops.dot_general, lax.dot_general)]
+        for *_, numbers in GENERAL
+    ]
+    check(calls, operands, rng)
+
+
+def test_dot_general_takes_lists_and_positional_options(rng):
+    a, b = normal(rng, (4, 3)), normal(rng, (5, 3))
+    wanted = jaxops.dot_general(a, b, (((1,), (1,)), ((), ())))
+    np.testing.assert_array_equal(jaxops.dot_general(a, b, [[[1], [1]], [[], []]]), wanted)
+    np.testing.assert_array_equal(jaxops.dot_general(a, b, (([1], np.array([1])), ((), ())), "highest"), wanted)
+    assert jaxops.dot_general(a, b, (((1,), (1,)), ((), ())), None, jnp.float32).dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", contract.DTYPES)
+def test_odd_shapes_in_every_layout(dtype, rng):
+    with contract.precision_of(dtype):
+        shapes = [tuple(int(d) for d in rng.integers(1, 300, 3)) for _ in range(5)]
+        shapes += [(1, 1, 1), (1, 300, 1), (127, 128, 129), (16, 8, 33), (64, 65, 7), (300, 1, 5), (1, 257, 64)]
+        cases = [(m, n, k, layout) for m, n, k in shapes for layout in LAYOUTS.values()]
+        operands = [
+            (normal(rng, (m, k) if c else (k, m), dtype), normal(rng, (n, k) if d else (k, n), dtype))
+            for m, n, k, (c, d) in cases
+        ]
+        results = jax.jit(
+            lambda operands: [
+                jaxops.dot_general(a, b, (((c,), (d,)), ((), ())))
+                for (a, b), (*_, (c, d)) in zip(operands, cases, strict=True)
+            ]
+        )(operands)
+    for (m, n, k, (c, d)), (a, b), got in zip(cases, operands, results, strict=True):
+        left, right = (x.astype(np.longdouble) if k * m * n < 1000 else x for x in (wide(a), wide(b)))
+        wanted = (left if c else left.T) @ (right.T if d else right)
+        rounding = rounding_of(k, dtype) * (8 if dtype == "float64" else 1)
+        assert_matches(got, wanted, f"m {m}, n {n}, k {k}, contracting {c}, {d}", rounding)
+
+
+def test_batched_odd_shapes(rng):
+    for dtype in ("float32", "bfloat16"):
+        shapes = [((3, 65, 33), (3, 33, 130)), ((2, 1, 17, 9), (4, 9, 35)), ((7, 1, 5), (7, 5, 1)), ((65, 33), (4, 33, 2))]
+        operands = [tuple(normal(rng, s, dtype) for s in pair) for pair in shapes]
+        results = jax.jit(lambda operands: [jaxops.matmul(*pair) for pair in operands])(operands)
+        for (a, b), got in zip(operands, results, strict=True):
+            assert_matches(got, wide(a) @ wide(b), f"{a.shape} @ {b.shape}", rounding_of(a.shape[-1], dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_and_infinities(dtype, rng):
+    a, b = rng.standard_normal((9, 37)), rng.standard_normal((37, 11))
+    a[1, 3], a[2, 0], a[3, 36], a[3, 5] = np.nan, np.inf, np.inf, -np.inf
+    b[4, 2], b[0, 5] = -np.inf, np.nan
+    a[4, 4] = 0
+    a, b = jnp.asarray(a, dtype), jnp.asarray(b, dtype)
+    with np.errstate(invalid="ignore"):
+        assert_matches(jaxops.matmul(a, b), wide(a) @ wide(b), rounding=rounding_of(37, dtype))
+
+
+# --- where a dot_general can be injected ---
+
+
+def test_flax_linen_dense(rng):
+    x = normal(rng, (2, 3, 8))
+    plain, swapped = linen.Dense(5), linen.Dense(5, dot_general=jaxops.dot_general)
+    params = plain.init(jax.random.key(0), x)
+    with jax.default_matmul_precision("highest"):
+        wanted = plain.apply(params, x)
+    np.testing.assert_allclose(swapped.apply(params, x), wanted, rtol=1e-5, atol=1e-5)
+    general = linen.DenseGeneral((4, 5), axis=(-2, -1), dot_general=jaxops.dot_general)
+    assert general.init_with_output(jax.random.key(0), x)[0].shape == (2, 4, 5)
+
+
+def test_flax_nnx_linear(rng):
+    x = normal(rng, (2, 3, 8))
+    plain, swapped = (nnx.Linear(8, 5, rngs=nnx.Rngs(0), **options) for options in ({}, {"dot_general": jaxops.dot_general}))
+    with jax.default_matmul_precision("highest"):
+        wanted = plain(x)
+    np.testing.assert_allclose(swapped(x), wanted, rtol=1e-5, atol=1e-5)
+    preferred = nnx.Linear(
+        8, 5, rngs=nnx.Rngs(0), dot_general=jaxops.dot_general, preferred_element_type=jnp.float32, dtype=jnp.bfloat16
+    )
+    np.testing.assert_allclose(preferred(x), wanted, rtol=0.05, atol=0.05)
+
+
+def test_einsum(rng):
+    for spec, shapes in (
+        ("bthd,bshd->bhts", ((2, 5, 3, 4), (2, 6, 3, 4))),
+        ("bhts,bshd->bthd", ((2, 3, 5, 6), (2, 6, 3, 4))),
+        ("ij,kj->ki", ((3, 4), (5, 4))),
+    ):
+        a, b = (normal(rng, s) for s in shapes)
+        got = jnp.einsum(spec, a, b, _dot_general=jaxops.dot_general)
+        assert_matches(got, np.einsum(spec, wide(a), wide(b)), spec, rounding_of(6, "float32"))
+
+
+def test_flax_variables_are_arrays(rng):
+    x, kernel = normal(rng, (3, 4)), nnx.Param(normal(rng, (4, 5)))
+    np.testing.assert_array_equal(jaxops.matmul(x, kernel), jaxops.matmul(x, kernel[...]))
+    np.testing.assert_array_equal(jaxops.rms_norm(x, nnx.Param(jnp.ones(4))), jaxops.rms_norm(x, jnp.ones(4)))
+    np.testing.assert_array_equal(jaxops.softmax(kernel), jaxops.softmax(kernel[...]))

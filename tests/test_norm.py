@@ -1,0 +1,397 @@
+"""layer_norm and rms_norm: what is theirs beyond the contract."""
+
+import contract
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxops
+import numpy as np
+import pytest
+from jaxops._comparison import Comparison, exact, value_and_gradients
+from row_cases import COLUMNS, STRIDED, assert_matches, coarsest, edged
+
+OPS = ("layer_norm", "rms_norm")
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+def flax(op, x, scale=None, bias=None, axis=-1, where=None, **options):
+    """Flax's module as a function."""
+    axes = tuple(range(np.ndim(x))) if axis is None else axis
+    options |= {"reduction_axes": axes, "feature_axes": axes, "use_scale": scale is not None}
+    if op == "layer_norm":
+        module = nn.LayerNorm(use_bias=bias is not None, use_fast_variance=False, **options)
+    else:
+        module = nn.RMSNorm(**options)
+    params = {name: value for name, value in (("scale", scale), ("bias", bias)) if value is not None}
+    return module.apply({"params": params}, x, mask=where)
+
+
+def call(op, x, scale=None, bias=None, **options):
+    if op == "layer_norm":
+        return jaxops.layer_norm(x, scale, bias, **options)
+    return jaxops.rms_norm(x, scale, **options)
+
+
+def parameters(op, rng, shape, dtype="float32"):
+    count = 2 if op == "layer_norm" else 1
+    return [jnp.asarray((1 - i + 0.3 * rng.standard_normal(shape)).astype(dtype)) for i in range(count)]
+
+
+def wide(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def run(function, *operands, cotangent):
+    return jax.jit(lambda *xs: value_and_gradients(function, xs[:-1], xs[-1]))(*operands, jnp.asarray(cotangent))
+
+
+def closed_form(op, x, scale, bias, dy, axis=-1, epsilon=1e-6):
+    """Value and gradients of x, scale and bias in float64; parameters have x's rank."""
+    judge = np.longdouble if np.asarray(x).dtype == np.float64 else np.float64
+    x, scale, dy = (np.asarray(v).astype(judge) for v in (x, scale, dy))
+    mean = x.mean(axis, keepdims=True) if op == "layer_norm" else 0.0
+    rstd = 1 / np.sqrt(np.square(x - mean).mean(axis, keepdims=True) + epsilon)
+    normal, g = (x - mean) * rstd, dy * scale
+    dx = g - normal * (g * normal).mean(axis, keepdims=True)
+    dx = rstd * (dx - g.mean(axis, keepdims=True) if op == "layer_norm" else dx)
+    summed = tuple(a for a in range(x.ndim) if scale.shape[a] == 1 and x.shape[a] != 1)
+    dscale, dbias = ((dy * normal).sum(summed, keepdims=True), dy.sum(summed, keepdims=True))
+    value = normal * scale + (0 if bias is None else wide(bias))
+    results = (value, dx, dscale) if op == "rms_norm" else (value, dx, dscale, dbias)
+    return [result.astype(np.float64) for result in results]
+
+
+# --- against Flax ---
+
+AXES = [((4, 9), -1), ((4, 9), 0), ((3, 4, 5), 1), ((3, 4, 5), (1, 2)), ((3, 4, 5), (0, 2)), ((3, 4, 5), (-1, 0))]
+AXES += [((3, 4, 5), None), ((2, 3, 4, 5), (1, 3)), ((2, 3, 4, 5), (0, 1)), ((6,), 0), ((5, 4), [1])]
+
+
+@every_op
+def test_axes(op, rng):
+    """Scale and bias have the shape of the normalised axes in x's order."""
+    operands = []
+    for shape, axis in AXES:
+        axes = range(len(shape)) if axis is None else sorted(a % len(shape) for a in np.atleast_1d(axis))
+        x = jnp.asarray(rng.standard_normal(shape) * 2 + 1, jnp.float32)
+        given = parameters(op, rng, [shape[a] for a in axes])
+        operands.append((x, *given, jnp.asarray(rng.standard_normal(shape), jnp.float32)))
+
+    @jax.jit
+    def both(operands):
+        return [
+            value_and_gradients(lambda *xs, axis=axis: call(op, *xs, axis=axis), xs[:-1], xs[-1])
+            for (_, axis), xs in zip(AXES, operands, strict=True)
+        ]
+
+    for (shape, axis), xs, got in zip(AXES, operands, both(operands), strict=True):
+        axes = None if axis is None else tuple(sorted(a % len(shape) for a in np.atleast_1d(axis).tolist()))
+        expanded = [d if axes is None or a in axes else 1 for a, d in enumerate(shape)]
+        given = [np.asarray(p).reshape(expanded) for p in xs[1:-1]]
+        given = given if len(given) == 2 else [*given, None]
+        for i, target in enumerate(closed_form(op, xs[0], *given, xs[-1], axes)):
+            assert_matches(got[i], target.reshape(got[i].shape), f"{shape}, axis {axis}: result {i}", 8)
+
+
+@every_op
+@pytest.mark.parametrize("axis", [-1, (-2, -1)], ids=str)
+def test_flax_agrees(op, axis, rng):
+    shape = (3, 4, 10)
+    x = jnp.asarray(rng.standard_normal(shape) * 2 + 1, jnp.float32)
+    given = parameters(op, rng, shape[2:] if axis == -1 else shape[1:])
+    cotangent = rng.standard_normal(shape).astype(np.float32)
+    got = run(lambda *xs: call(op, *xs, axis=axis), x, *given, cotangent=cotangent)
+    wanted = run(lambda *xs: flax(op, *xs, axis=axis), x, *given, cotangent=cotangent)
+    for gotten, target in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(gotten, target, rtol=1e-5, atol=1e-5)
+
+
+@every_op
+@pytest.mark.parametrize("present", [(), ("scale",), ("bias",), ("scale", "bias")], ids=str)
+def test_absent_parameters(op, present, rng):
+    if op == "rms_norm" and "bias" in present:
+        pytest.skip("rms_norm has no bias")
+    x = jnp.asarray(rng.standard_normal((5, 12)), jnp.float32)
+    given = dict(zip(("scale", "bias"), parameters("layer_norm", rng, (12,)), strict=True))
+    given = {name: given[name] for name in present}
+    cotangent = rng.standard_normal(x.shape).astype(np.float32)
+    names = list(given)
+
+    def with_names(function):
+        return lambda x, *values: function(op, x, **dict(zip(names, values, strict=True)))
+
+    got = run(with_names(call), x, *given.values(), cotangent=cotangent)
+    comparison = Comparison(op, with_names(call), with_names(flax), None)
+    for i, target in enumerate(exact(comparison, (x, *given.values()), cotangent)):
+        assert_matches(got[i], target, f"result {i}", contract.GRADIENT_ROUNDING)
+
+
+@every_op
+@pytest.mark.parametrize("epsilon", [0, 1e-12, 1e-5, 0.5, np.float32(1e-3), 3])
+def test_epsilon(op, epsilon, rng):
+    x = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32)
+    given = parameters(op, rng, (8,))
+    got = call(op, x, *given, epsilon=epsilon)
+    rows = [np.asarray(p)[None] for p in given]
+    wanted = closed_form(op, x, *(rows if len(rows) == 2 else (*rows, None)), x, epsilon=float(epsilon))[0]
+    assert_matches(got, wanted)
+
+
+def test_variance_is_stable():
+    """E[x^2] - E[x]^2 in f32 gives +-1500 here instead of +-1.34."""
+    for offset in (1e4, -1e4, 1e5, 2.0**22):
+        x = jnp.asarray(offset + np.arange(4.0), jnp.float32)
+        wanted = (np.arange(4) - 1.5) / np.sqrt(1.25 + 1e-6)
+        np.testing.assert_allclose(jaxops.layer_norm(x), wanted, rtol=1e-6)
+        np.testing.assert_allclose(jaxops.layer_norm(x[:, None] + jnp.zeros(3), axis=0)[:, 1], wanted, rtol=1e-6)
+    x = jnp.asarray(1e4 + 8 * np.arange(4.0), jnp.float16)
+    np.testing.assert_allclose(jaxops.layer_norm(x), (np.arange(4) - 1.5) / np.sqrt(1.25 + 1e-6 / 64), rtol=1e-3)
+
+
+@every_op
+def test_constant_and_single_element_rows(op, rng):
+    x = jnp.asarray(np.repeat(rng.standard_normal((4, 1)), 7, 1), jnp.float32)
+    given = parameters(op, rng, (7,))
+    got = call(op, x, *given)
+    if op == "layer_norm":
+        np.testing.assert_allclose(got, np.broadcast_to(given[1], x.shape), atol=2e-4)
+        np.testing.assert_array_equal(jaxops.layer_norm(x[:, :1]), np.zeros((4, 1)))
+    else:
+        np.testing.assert_allclose(got, np.sign(x) * given[0], rtol=1e-4)
+
+
+@every_op
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_rows_with_nan_and_infinities(op, axis):
+    rows = np.array(
+        [[1, 2, 3, 4], [1, np.nan, 2, 3], [1, np.inf, 2, 3], [-np.inf, np.inf, 0, 1], [np.inf] * 4, [0] * 4], np.float32
+    )
+    x = jnp.asarray(rows if axis == -1 else rows.T)
+    scale = jnp.ones(4)
+    got, by_flax = call(op, x, scale, axis=axis), flax(op, x, scale, axis=axis)
+    np.testing.assert_allclose(got, by_flax, rtol=1e-6, atol=1e-6)
+    dx = jax.jit(jax.grad(lambda x: jnp.sum(jnp.moveaxis(call(op, x, scale, axis=axis), axis, -1)[..., 1])))(x)
+    dx = wide(dx) if axis == -1 else wide(dx).T
+    assert np.isfinite(dx[0]).all() and np.isfinite(dx[5]).all() and np.isnan(dx[1]).all()
+
+
+# --- dtypes ---
+
+
+@every_op
+def test_result_dtype_is_that_of_flax(op, x64):
+    """Without dtype: the one to which x and the parameters promote; bf16 x with f32 parameters gives f32."""
+    for a in contract.DTYPES:
+        for b in (*contract.DTYPES, None):
+            x = jax.ShapeDtypeStruct((2, 4), a)
+            given = [] if b is None else [jax.ShapeDtypeStruct((4,), b)] * (2 if op == "layer_norm" else 1)
+            got = jax.eval_shape(lambda *xs: call(op, *xs), x, *given)
+            assert got.dtype == jax.eval_shape(lambda *xs: flax(op, *xs), x, *given).dtype, f"x {a}, parameters {b}"
+
+
+@every_op
+def test_dtypes(op, rng, x64):
+    """Every pair of x's and the parameters' dtypes, and every result dtype, values and gradients against float64."""
+    triples = [(a, b, None) for a in contract.DTYPES for b in contract.DTYPES]
+    triples += [(a, "float32", c) for a in contract.DTYPES for c in contract.DTYPES]
+    triples += [("bfloat16", "bfloat16", "float32"), ("float16", "bfloat16", "float16")]
+    shape, operands = (3, 40), []
+    for a, b, c in triples:
+        x = jnp.asarray((rng.standard_normal(shape) * 2 + 1).astype(a))
+        dtype = jnp.promote_types(a, b) if c is None else c
+        dy = jnp.asarray(rng.standard_normal(shape).astype(dtype))
+        operands.append((x, *parameters(op, rng, shape[-1:], b), dy))
+
+    @jax.jit
+    def all_of_them(operands):
+        return [
+            value_and_gradients(lambda *xs, c=c: call(op, *xs, dtype=c), xs[:-1], xs[-1])
+            for xs, (_, _, c) in zip(operands, triples, strict=True)
+        ]
+
+    for triple, xs, got in zip(triples, operands, all_of_them(operands), strict=True):
+        assert got[0].dtype == xs[-1].dtype, triple
+        rows = [np.asarray(p)[None] for p in xs[1:-1]]
+        wanted = closed_form(op, xs[0], *(rows if len(rows) == 2 else (*rows, None)), xs[-1])
+        for i, (gotten, target) in enumerate(zip(got, wanted, strict=True)):
+            assert i == 0 or gotten.dtype == xs[i - 1].dtype, triple
+            rounding = contract.GRADIENT_ROUNDING if i else contract.ROUNDING
+            accumulated = "float64" if any(x.dtype == np.float64 for x in xs) else "float32"
+            rounding *= coarsest(gotten.dtype, accumulated) / coarsest(gotten.dtype)
+            if gotten.dtype == np.float64:
+                rounding *= 8
+            assert_matches(gotten, target.reshape(gotten.shape), f"{triple}: result {i}", rounding)
+
+
+@every_op
+def test_integers_and_weak_types(op):
+    x = jnp.arange(12).reshape(3, 4)
+    got = call(op, x, 2 * jnp.ones(4, jnp.int32))
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, call(op, x.astype(jnp.float32), 2 * jnp.ones(4)))
+    weak = jnp.broadcast_to(jnp.asarray(1.0), (3,))
+    assert weak.weak_type and not call(op, weak).weak_type
+    scalar = call(op, 2.0, axis=())
+    assert scalar.shape == () and scalar.dtype == np.float32 and not scalar.weak_type
+
+
+# --- where, residual ---
+
+
+@pytest.mark.parametrize("mask_shape", [(4, 6), (6,), (4, 1), (1, 1), ()], ids=str)
+def test_where(mask_shape, rng):
+    """Flax's mask: which positions count in the statistics; all are normalised; a row without any is NaN."""
+    x = jnp.asarray(rng.standard_normal((4, 6)) * 2 + 3, jnp.float32)
+    mask = rng.random(mask_shape) < 0.6
+    mask.flat[0] = True
+    if mask_shape == (4, 6):
+        mask[:, 1], mask[2] = True, False
+    given = parameters("layer_norm", rng, (6,))
+    cotangent = rng.standard_normal(x.shape).astype(np.float32)
+    ours = lambda *xs: jaxops.layer_norm(*xs, where=mask)  # noqa: E731
+    reference = lambda *xs: flax("layer_norm", *xs, where=np.broadcast_to(mask, x.shape))  # noqa: E731
+    value, dx, *_ = run(ours, x, *given, cotangent=cotangent)
+    wanted = exact(Comparison("layer_norm", ours, reference, None), (x, *given), cotangent)
+    empty = ~np.broadcast_to(mask, x.shape).any(axis=1)
+    assert np.isnan(np.asarray(value)[empty]).all() and np.isnan(wanted[0][empty]).all()
+    assert_matches(value, wanted[0], "value", contract.GRADIENT_ROUNDING)
+    assert_matches(np.asarray(dx)[~empty], wanted[1][~empty], "gradient", 2 * contract.GRADIENT_ROUNDING)
+
+
+def test_where_with_axes_and_dtype(rng):
+    x = jnp.asarray(rng.standard_normal((2, 3, 8)), jnp.bfloat16)
+    mask = rng.random((3, 1)) < 0.5
+    mask[0] = True
+    got = jaxops.layer_norm(x, axis=(1, 2), where=mask, dtype=jnp.float32)
+    kept = wide(x)[:, mask[:, 0]]
+    mean, variance = kept.mean((1, 2), keepdims=True), kept.var((1, 2), keepdims=True)
+    assert got.dtype == np.float32
+    assert_matches(got, (wide(x) - mean) / np.sqrt(variance + 1e-6))
+
+
+@every_op
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_residual(op, dtype, rng):
+    """The pair of the normalised sum and the sum; gradients come through both."""
+    x, residual = (jnp.asarray(rng.standard_normal((5, 16)).astype(dtype)) for _ in range(2))
+    given = parameters(op, rng, (16,))
+
+    def pair(x, residual, *given):
+        return call(op, x, *given, residual=residual, dtype=x.dtype)
+
+    y, total = pair(x, residual, *given)
+    assert y.dtype == total.dtype == x.dtype
+    np.testing.assert_array_equal(total, x + residual)
+    np.testing.assert_array_equal(y, call(op, total, *given, dtype=x.dtype))
+
+    cotangents = tuple(jnp.asarray(rng.standard_normal(x.shape).astype(dtype)) for _ in range(2))
+    got = jax.jit(lambda *xs: jax.vjp(pair, *xs)[1](cotangents))(x, residual, *given)
+    rows = [np.asarray(p)[None] for p in given]
+    wanted = closed_form(op, total, *(rows if len(rows) == 2 else (*rows, None)), cotangents[0])[1:]
+    for gotten in got[:2]:
+        assert_matches(gotten, wanted[0] + wide(cotangents[1]), "gradient", contract.GRADIENT_ROUNDING)
+    for gotten, target in zip(got[2:], wanted[1:], strict=True):
+        rounding = contract.GRADIENT_ROUNDING
+        assert_matches(gotten, target.reshape(gotten.shape), "parameter gradient", rounding)
+
+
+@every_op
+def test_residual_promotes(op):
+    y, total = call(op, jnp.ones((2, 4), jnp.bfloat16), residual=jnp.ones((2, 4)))
+    assert y.dtype == total.dtype == np.float32
+    y, total = call(op, jnp.ones((2, 4), jnp.bfloat16), jnp.ones(4), residual=jnp.ones((2, 4), jnp.bfloat16))
+    assert (y.dtype, total.dtype) == (np.float32, jnp.bfloat16)
+
+
+def test_residual_with_where(rng):
+    x, residual = (jnp.asarray(rng.standard_normal((3, 8)), jnp.float32) for _ in range(2))
+    mask = np.array([1, 1, 0, 1, 0, 1, 1, 0], bool)
+    y, total = jaxops.layer_norm(x, where=mask, residual=residual)
+    np.testing.assert_array_equal(total, x + residual)
+    np.testing.assert_array_equal(y, jaxops.layer_norm(total, where=mask))
+
+
+# --- every placement of a row; parameter gradients over many rows ---
+
+
+def check_cases(op, cases, dtype, rng, edge=None):
+    """cases: (shape of x, normalised axis). The parameter gradients are sums over all the other axes."""
+    with contract.precision_of(dtype):
+        parameter = "float64" if dtype == "float64" else "float32"
+        operands = []
+        for shape, axis in cases:
+            size = np.sqrt(shape[axis]) if edge is None else edge
+            x = edged(rng, shape, dtype, axis, size)
+            dy = edged(rng, shape, dtype, axis, 2)
+            operands.append((x, *parameters(op, rng, shape[axis : axis + 1 or None], parameter), dy))
+
+        @jax.jit
+        def run_all(operands):
+            return [
+                value_and_gradients(
+                    lambda *xs, axis=axis: call(op, *xs, axis=axis, dtype=dtype), xs[:-1], xs[-1]
+                )
+                for (_, axis), xs in zip(cases, operands, strict=True)
+            ]
+
+        results = run_all(operands)
+    for (shape, axis), xs, got in zip(cases, operands, results, strict=True):
+        expanded = [d if a == axis % len(shape) else 1 for a, d in enumerate(shape)]
+        given = [np.asarray(p).reshape(expanded) for p in xs[1:-1]]
+        wanted = closed_form(op, xs[0], *(given if len(given) == 2 else (*given, None)), xs[-1], axis)
+        rows = xs[0].size // shape[axis]
+        # Sizes of what cancels: x and its mean in the value; g, mean(g) and x^ mean(g x^) in the gradient of x.
+        x, g = wide(xs[0]), np.abs(wide(xs[-1]) * given[0]).max(axis, keepdims=True)
+        spread = np.sqrt((x.var if op == "layer_norm" else np.square(x).mean)(axis, keepdims=True) + 1e-6)
+        condition = np.abs(x).max(axis, keepdims=True) / spread * coarsest(parameter) / coarsest(dtype)
+        terms = [np.abs(wanted[0]) + condition * np.abs(given[0]), g / spread * (1 + condition)]
+        for i, (gotten, target) in enumerate(zip(got, wanted, strict=True)):
+            rounding = (contract.GRADIENT_ROUNDING if i else contract.ROUNDING) + (0.5 * rows**0.5 if i > 1 else 0)
+            rounding *= 8 if dtype == "float64" else 1
+            what = f"{shape}, axis {axis}: result {i}"
+            assert_matches(gotten, target.reshape(gotten.shape), what, rounding, terms=terms[i] if i < 2 else None)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_every_row_length(op, dtype, rng):
+    check_cases(op, [((3 if n < 10000 else 2, n), -1) for n in COLUMNS if n > 2], dtype, rng)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_every_strided_row_length(op, dtype, rng):
+    check_cases(op, [(shape, 1) for shape in STRIDED if shape[1] > 2], dtype, rng)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_rows(op, dtype, rng):
+    """Parameter gradients are sums over chunks of rows: below, at and above their sizes, strided or not."""
+    cases = [((n, 40), -1) for n in (31, 32, 33, 64, 100, 5000)]
+    cases += [((10000, 3), -1), ((40, 5000), 0), ((70, 9, 33), 1), ((3, 6, 700), 1)]
+    check_cases(op, cases, dtype, rng, edge=1)
+
+
+@every_op
+def test_vmapped_parameters(op, rng):
+    """A parameter for each mapped entry, one for all, and nested: values and gradients."""
+    batch, rows, n = 3, 70, 12
+    x = jnp.asarray(rng.standard_normal((batch, 2, rows, n)), jnp.float32)
+    scale = jnp.asarray(1 + 0.3 * rng.standard_normal((batch, 2, n)), jnp.float32)
+    dy = jnp.asarray(rng.standard_normal(x.shape), jnp.float32)
+
+    def gradients(x, scale, dy):
+        return value_and_gradients(lambda x, s: call(op, x, s), (x, scale), dy)
+
+    for axes in ((0, 0), (None, 0), (0, None), (None, None)):
+        given = scale[tuple(slice(None) if a == 0 else 0 for a in axes)]
+        nested = jax.vmap(jax.vmap(gradients, (0, axes[1], 0)), (0, axes[0], 0))
+        got = jax.jit(nested)(x, given, dy)
+        for i in range(batch):
+            for j in range(2):
+                index = tuple(k for k, a in zip((i, j), axes, strict=True) if a == 0)
+                wanted = closed_form(op, x[i, j], np.asarray(given[index])[None], None, dy[i, j])
+                for k in range(3):
+                    target = wanted[k].reshape(got[k][i, j].shape)
+                    assert_matches(got[k][i, j], target, f"{axes}, result {k}", 10)

@@ -1,0 +1,29 @@
+"""Prints requirements from pyproject.toml, so that they stand in one place: `requirements.py build demo test headers`.
+
+build: what builds jaxops without isolation, but the jaxlib whose headers it uses; headers: that jaxlib; anything else:
+the optional dependencies of that name.
+"""
+
+import pathlib
+import re
+import sys
+import tomllib
+
+
+def requirements(project: dict, group: str) -> list[str]:
+    """The requirements of one group, groups that it includes resolved."""
+    needed = project["build-system"]["requires"]
+    if group == "build":
+        return ["cmake", "ninja", *(name for name in needed if not name.startswith("jaxlib"))]
+    if group == "headers":
+        return [name for name in needed if name.startswith("jaxlib")]
+    found = []
+    for requirement in project["project"]["optional-dependencies"][group]:
+        included = re.fullmatch(r"jaxops\[(\w+)\]", requirement)
+        found += requirements(project, included[1]) if included else [requirement]
+    return found
+
+
+if __name__ == "__main__":
+    pyproject = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text())
+    print(*(requirement for group in sys.argv[1:] for requirement in requirements(pyproject, group)))
