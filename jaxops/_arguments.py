@@ -1,4 +1,4 @@
-"""Checks of public arguments, and the error texts: every message names the argument, what it got and what it accepts."""
+"""Checks of public arguments, and the errors: every message names the argument, what it got and what it accepts."""
 
 from __future__ import annotations
 

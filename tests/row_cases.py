@@ -6,8 +6,8 @@ import contract
 import jax.numpy as jnp
 import numpy as np
 
-# Capacities are powers of two, counted in packs of V = 8, 4 or 2 elements. A row that is no multiple of V long may begin
-# anywhere in a pack, which costs up to 2 V - 1 elements of the capacity.
+# Capacities are powers of two, counted in packs of V = 8, 4 or 2 elements. A row whose length is no multiple of V may
+# begin anywhere in a pack, which costs up to 2 V - 1 elements of the capacity.
 _AROUND = (-7, -6, -3, -2, -1, 0, 1, 8)
 
 #: Lengths of rows of adjacent elements, aligned and unaligned, on both sides of every capacity.

@@ -8,15 +8,16 @@ import contract
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
-import jaxops
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from row_cases import assert_matches, coarsest
+
+import jaxops
 from jaxops import _kernel
 from jaxops._comparison import value_and_gradients
-from row_cases import assert_matches, coarsest
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def check(calls, operands, rng, slack=1):
     for xs, dy, got, targets in zip(operands, cotangents, results, wanted, strict=True):
         what = " and ".join(f"{x.dtype}{x.shape}" for x in xs)
         a, b, largest = (float(np.abs(wide(x)).max(initial=0)) for x in (*xs[:2], dy))
-        summed = (max(1, *xs[0].shape, *xs[1].shape), dy.size, dy.size, dy.size)
+        summed = (max((1, *xs[0].shape, *xs[1].shape)), dy.size, dy.size, dy.size)
         products = (a * b, b * largest, a * largest, largest)
         for i, (gotten, target) in enumerate(zip(got, targets, strict=True)):
             assert gotten.dtype == (xs[i - 1].dtype if i else dy.dtype), what
@@ -102,7 +103,8 @@ def test_shapes(rng):
 
 
 @pytest.mark.parametrize(
-    "shapes", [((2, 0), (0, 4)), ((5, 2, 0), (0, 4)), ((0,), (0,)), ((0, 3), (3, 4)), ((2, 3), (3, 0)), ((0, 2, 3), (3, 4))]
+    "shapes",
+    [((2, 0), (0, 4)), ((5, 2, 0), (0, 4)), ((0,), (0,)), ((0, 3), (3, 4)), ((2, 3), (3, 0)), ((0, 2, 3), (3, 4))],
 )
 def test_zero_sizes(shapes):
     a, b = (jnp.ones(s) for s in shapes)
@@ -135,7 +137,9 @@ def test_gradients_of_mixed_dtypes(rng):
     check([(jaxops.matmul, jnp.matmul)] * len(pairs), operands, rng)
 
 
-@pytest.mark.parametrize("dtypes", [("int8", "int8"), ("int32", "int32"), ("bool", "bool"), ("uint8", "int32")], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [("int8", "int8"), ("int32", "int32"), ("bool", "bool"), ("uint8", "int32")], ids=str
+)
 def test_integers_and_booleans_run_on_xla(dtypes, rng, fallback):
     a, b = (jnp.asarray(rng.integers(0, 2, s).astype(d)) for s, d in zip(((3, 4), (4, 5)), dtypes, strict=True))
     got, wanted = jaxops.matmul(a, b), jnp.matmul(a, b)
@@ -363,7 +367,12 @@ def test_odd_shapes_in_every_layout(dtype, rng):
 
 def test_batched_odd_shapes(rng):
     for dtype in ("float32", "bfloat16"):
-        shapes = [((3, 65, 33), (3, 33, 130)), ((2, 1, 17, 9), (4, 9, 35)), ((7, 1, 5), (7, 5, 1)), ((65, 33), (4, 33, 2))]
+        shapes = [
+            ((3, 65, 33), (3, 33, 130)),
+            ((2, 1, 17, 9), (4, 9, 35)),
+            ((7, 1, 5), (7, 5, 1)),
+            ((65, 33), (4, 33, 2)),
+        ]
         operands = [tuple(normal(rng, s, dtype) for s in pair) for pair in shapes]
         results = jax.jit(lambda operands: [jaxops.matmul(*pair) for pair in operands])(operands)
         for (a, b), got in zip(operands, results, strict=True):
@@ -397,7 +406,9 @@ def test_flax_linen_dense(rng):
 
 def test_flax_nnx_linear(rng):
     x = normal(rng, (2, 3, 8))
-    plain, swapped = (nnx.Linear(8, 5, rngs=nnx.Rngs(0), **options) for options in ({}, {"dot_general": jaxops.dot_general}))
+    plain, swapped = (
+        nnx.Linear(8, 5, rngs=nnx.Rngs(0), **options) for options in ({}, {"dot_general": jaxops.dot_general})
+    )
     with jax.default_matmul_precision("highest"):
         wanted = plain(x)
     np.testing.assert_allclose(swapped(x), wanted, rtol=1e-5, atol=1e-5)

@@ -4,11 +4,12 @@ import contract
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxops
 import numpy as np
 import pytest
-from jaxops._comparison import Comparison, exact, value_and_gradients
 from row_cases import COLUMNS, STRIDED, assert_matches, coarsest, edged
+
+import jaxops
+from jaxops._comparison import Comparison, exact, value_and_gradients
 
 OPS = ("layer_norm", "rms_norm")
 every_op = pytest.mark.parametrize("op", OPS)
@@ -328,9 +329,7 @@ def check_cases(op, cases, dtype, rng, edge=None):
         @jax.jit
         def run_all(operands):
             return [
-                value_and_gradients(
-                    lambda *xs, axis=axis: call(op, *xs, axis=axis, dtype=dtype), xs[:-1], xs[-1]
-                )
+                value_and_gradients(lambda *xs, axis=axis: call(op, *xs, axis=axis, dtype=dtype), xs[:-1], xs[-1])
                 for (_, axis), xs in zip(cases, operands, strict=True)
             ]
 

@@ -51,11 +51,11 @@ __device__ inline float Rsqrt(float x) {  // the hardware's estimate and a Newto
   return x > 0 && x < std::numeric_limits<float>::infinity() ? refined : r;
 }
 
-__device__ inline float Reciprocal(float x) { return __fdividef(1.0f, x); }  // x < 2^126
+__device__ inline float Reciprocal(float x) { return __frcp_rn(x); }
 __device__ inline double Reciprocal(double x) { return 1 / x; }
 
-// Divides by one number many times over: a product with its reciprocal, brought to within an ulp by a Newton step
-// unless the quotient is rounded to 16 bits anyway (kExact false).
+// Divides finite numbers by one number: a product with its reciprocal, brought to within an ulp by a Newton step unless
+// the quotient is rounded to 16 bits anyway (kExact false).
 template <class A, bool kExact = true>
 struct Divisor {
   A divisor, reciprocal;
@@ -239,21 +239,31 @@ class Row {
     return values;
   }
 
+  // A streamed row's values are joined in runs of kRun packs, so that rounding errors grow with the square root of a
+  // row's length instead of with the length.
   template <class M, class E>
   __device__ A Fold(const E& expression) const {
-    A total = M::template Identity<A>();
+    constexpr int kRun = 16;
+    A total = M::template Identity<A>(), run = total;
+    int packs = 0;
     ForEachPack([&](int pack, int column) {
       const auto value = expression(pack, column);
       if (Whole(column)) {
 #pragma unroll
-        for (int i = 0; i < kV; ++i) total = M::Join(total, static_cast<A>(value(i)));
+        for (int i = 0; i < kV; ++i) run = M::Join(run, static_cast<A>(value(i)));
       } else {
 #pragma unroll
         for (int i = 0; i < kV; ++i)
-          if (Inside(column + i)) total = M::Join(total, static_cast<A>(value(i)));
+          if (Inside(column + i)) run = M::Join(run, static_cast<A>(value(i)));
+      }
+      if constexpr (!kHeld) {
+        if (++packs % kRun == 0) {
+          total = M::Join(total, run);
+          run = M::template Identity<A>();
+        }
       }
     });
-    return total;
+    return M::Join(total, run);
   }
 
   // Joins values[0..count) over the row's threads. Two sets of slots take turns, so that one barrier is enough: nobody
@@ -266,8 +276,12 @@ class Row {
       for (int k = 0; k < count; ++k) slots[k][lane_][threadIdx.x % 32] = values[k];
       __syncthreads();
       for (int k = 0; k < count; ++k) {
-        values[k] = slots[k][0][threadIdx.x % 32];
-        for (int y = 1; y < P::kLanes; ++y) values[k] = M::Join(values[k], slots[k][y][threadIdx.x % 32]);
+        A parts[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) parts[q] = slots[k][q][threadIdx.x % 32];
+#pragma unroll
+        for (int y = 4; y < P::kLanes; ++y) parts[y % 4] = M::Join(parts[y % 4], slots[k][y][threadIdx.x % 32]);
+        values[k] = M::Join(M::Join(parts[0], parts[1]), M::Join(parts[2], parts[3]));
       }
     } else {
       for (int k = 0; k < count; ++k) values[k] = JoinLanes<M, (P::kLanes < 32 ? P::kLanes : 32)>(values[k]);

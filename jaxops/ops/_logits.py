@@ -58,7 +58,7 @@ def apply(
 ) -> jax.Array:
     """Checks the arguments, composes the logits and runs `kernel` over them; masked entries become `masked`."""
     x = arguments.float_array(op, "x", x)
-    if isinstance(causal, jax.core.Tracer) or causal not in (True, False):
+    if not isinstance(causal, bool | np.bool_):
         raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
     if not x.ndim and axis is not None:
         arguments.axes(op, axis, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -181,7 +182,10 @@ class _Reference:
 
 def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
     """The reference, its result's shape and dtype, and the operands' common dtype or None if no kernel takes them."""
-    preferred = None if preferred is None else np.dtype(preferred)
+    try:
+        preferred = None if preferred is None else np.dtype(preferred)
+    except TypeError as error:
+        raise TypeError(f"{op}: preferred_element_type must be a dtype or None, got {preferred!r}") from error
     precision = tuple(precision) if isinstance(precision, list) else precision
     reference = _Reference(dimension_numbers, precision, preferred)
     avals = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b))
@@ -242,7 +246,7 @@ def matmul(
              [3., 5.]], dtype=float32)
     """
     a, b = arguments.array("matmul", "a", a), arguments.array("matmul", "b", b)
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str | None) or activation not in _ACTIVATIONS:
         accepted = ", ".join(map(repr, _ACTIVATIONS))
         raise ValueError(f"matmul: activation must be one of {accepted}, got {activation!r}")
     reference, out, common = _plan("matmul", a, b, precision, preferred_element_type, out_sharding)
@@ -320,7 +324,17 @@ def dot_general(
       (2, 4)
     """
     lhs, rhs = arguments.array("dot_general", "lhs", lhs), arguments.array("dot_general", "rhs", rhs)
-    numbers = tuple(tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
+    try:
+        numbers = tuple(
+            tuple(tuple(map(operator.index, axes)) for axes in (lhs_axes, rhs_axes))
+            for lhs_axes, rhs_axes in dimension_numbers
+        )
+        _, _ = numbers
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "dot_general: dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), "
+            f"sequences of ints, got {dimension_numbers!r}"
+        ) from error
     reference, out, common = _plan("dot_general", lhs, rhs, precision, preferred_element_type, out_sharding, numbers)
     if common is None:
         return reference(lhs, rhs, out_sharding=out_sharding)

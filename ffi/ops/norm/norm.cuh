@@ -22,11 +22,11 @@ struct NormForwardOp {
 
   __device__ void operator()(auto& row) const {
     const auto values = row.Load(x);
-    const rows::Divisor<A> columns(static_cast<A>(row.columns));
+    const A share = rows::Reciprocal(static_cast<A>(row.columns));
     A mean = 0;
-    if constexpr (kCentred) mean = row.template Reduce<rows::Sum>(values) / columns;
+    if constexpr (kCentred) mean = row.template Reduce<rows::Sum>(values) * share;
     const auto squares = rows::Map([=](A value) { return (value - mean) * (value - mean); }, values);
-    const A rstd = rows::Rsqrt(row.template Reduce<rows::Sum>(squares) / columns + epsilon);
+    const A rstd = rows::Rsqrt(row.template Reduce<rows::Sum>(squares) * share + epsilon);
     if (row.Leads()) {
       if constexpr (kCentred) mean_out[row.index] = mean;
       rstd_out[row.index] = rstd;
@@ -52,8 +52,8 @@ struct NormBackwardOp {
     const auto gradient = rows::Map([](A g, A s) { return g * s; }, row.Load(dy), row.LoadParameter(scale, A{1}));
     const auto product = rows::Map([](A g, A x_hat) { return g * x_hat; }, gradient, normalised);
     const auto sums = row.template Reduce<rows::Sum>(gradient, product);
-    const rows::Divisor<A> columns(static_cast<A>(row.columns));
-    const A mean_g = kCentred ? sums.first / columns : A{0}, mean_gx = sums.second / columns;
+    const A share = rows::Reciprocal(static_cast<A>(row.columns));
+    const A mean_g = kCentred ? sums.first * share : A{0}, mean_gx = sums.second * share;
     row.Store(dx, rows::Map([=](A g, A x_hat) { return r * (g - mean_g - x_hat * mean_gx); }, gradient, normalised));
   }
 };

@@ -1,0 +1,269 @@
+"""Bad input: an error at trace time whose message names the argument."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxops
+from jaxops import _kernel
+
+X = jnp.ones((3, 4))
+NUMBERS = (((1,), (0,)), ((), ()))
+SQUARE = jnp.ones((4, 4))
+
+
+class Traced:
+    """An argument that is an array known only when the compiled function runs."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def case(error, match, function, *args, **options):
+    given = ", ".join(f"{k}={getattr(v, 'dtype', v)!s:.40}{getattr(v, 'shape', '')}" for k, v in options.items())
+    return pytest.param(error, match, function, args, options, id=f"{function}-{match}-{given}")
+
+
+def softmax_cases(op):
+    bool_x, complex_x = jnp.ones((3, 4), bool), jnp.ones((3, 4), jnp.complex64)
+    yield case(TypeError, "x must be an array", op, [1.0, 2.0])
+    yield case(TypeError, "x must be an array", op, (1.0, 2.0))
+    yield case(TypeError, "x must be an array", op, None)
+    yield case(TypeError, "x must be an array", op, "logits")
+    yield case(TypeError, "x has dtype bool", op, bool_x)
+    yield case(TypeError, "x has dtype bool", op, True, None)
+    yield case(TypeError, "x has dtype float8", op, jnp.ones(4, jnp.float8_e4m3fn))
+    yield case(ValueError, "axis 2 is out of bounds", op, X, axis=2)
+    yield case(ValueError, "axis -3 is out of bounds", op, X, axis=-3)
+    yield case(ValueError, "axis -1 is out of bounds", op, 1.0)
+    yield case(ValueError, "axis 0 is out of bounds", op, jnp.ones(()), axis=0)
+    yield case(ValueError, "axis must not name an axis twice", op, X, axis=(0, 0))
+    yield case(ValueError, "axis must not name an axis twice", op, X, axis=(1, -1))
+    yield case(TypeError, "axis must be an int", op, X, axis=1.0)
+    yield case(TypeError, "axis must be an int", op, X, axis="rows")
+    yield case(TypeError, "axis must be an int", op, X, axis=(0, None))
+    yield case(TypeError, "axis must be an int", op, X, axis=Traced(1))
+    yield case(ValueError, "where must be boolean, got dtype float32", op, X, where=X)
+    yield case(ValueError, "where must be boolean, got dtype int32", op, X, where=jnp.ones((3, 4), jnp.int32))
+    yield case(TypeError, "where must be an array", op, X, where=[[True] * 4] * 3)
+    yield case(ValueError, r"do not broadcast: x \(3, 4\), where \(3, 5\)", op, X, where=jnp.ones((3, 5), bool))
+    yield case(ValueError, r"scale must be a scalar, got shape \(4,\)", op, X, scale=jnp.ones(4))
+    yield case(TypeError, "scale must be an array or a scalar, got list", op, X, scale=[1.0])
+    yield case(TypeError, "scale must be an array or a scalar, got str", op, X, scale="2")
+    yield case(TypeError, "scale has dtype complex64", op, X, scale=1j)
+    yield case(TypeError, "scale has dtype bool", op, X, scale=True)
+    yield case(TypeError, "bias must be an array", op, X, bias=[1.0] * 4)
+    yield case(TypeError, "bias has dtype complex64", op, X, bias=complex_x)
+    yield case(TypeError, "bias has dtype bool", op, X, bias=bool_x)
+    yield case(ValueError, r"do not broadcast: x \(3, 4\), bias \(3,\)", op, X, bias=jnp.ones(3))
+    yield case(TypeError, "causal must be True or False", op, X, causal="yes")
+    yield case(TypeError, "causal must be True or False", op, X, causal=None)
+    yield case(TypeError, "causal must be True or False", op, X, causal=Traced(True))
+    yield case(TypeError, "causal must be True or False", op, X, causal=np.ones(4, bool))
+    yield case(ValueError, "causal needs x to have at least 2 dimensions", op, jnp.ones(4), causal=True)
+    yield case(TypeError, "dtype must be one of", op, X, dtype=jnp.int32)
+    yield case(TypeError, "dtype must be one of", op, X, dtype="complex64")
+    yield case(TypeError, "dtype must be one of", op, X, dtype="nonsense")
+    yield case(TypeError, "dtype must be one of", op, X, dtype=jnp.float8_e5m2)
+    yield case(TypeError, "not available for complex x", op, complex_x, scale=2.0)
+    yield case(TypeError, "not available for complex x", op, complex_x, dtype=jnp.float32)
+    yield case(TypeError, "unexpected keyword argument 'initial'", op, X, initial=0.0)
+    yield case(TypeError, "positional argument", op, X, -1, None, 2.0)
+
+
+def norm_cases(op):
+    yield case(TypeError, "x must be an array", op, [1.0, 2.0])
+    yield case(TypeError, "x has dtype bool", op, jnp.ones(4, bool))
+    yield case(TypeError, "x has dtype complex64", op, jnp.ones(4, jnp.complex64))
+    yield case(ValueError, "axis 2 is out of bounds", op, X, axis=2)
+    yield case(ValueError, "axis -1 is out of bounds", op, 1.0)
+    yield case(ValueError, "axis must not name an axis twice", op, X, axis=(1, -1))
+    yield case(TypeError, "axis must be an int", op, X, axis=0.5)
+    yield case(TypeError, "epsilon must be a Python number, got a traced array", op, X, epsilon=Traced(1e-6))
+    yield case(TypeError, "epsilon must be a Python number", op, X, epsilon="small")
+    yield case(TypeError, "epsilon must be a Python number", op, X, epsilon=None)
+    yield case(TypeError, "epsilon must be a Python number", op, X, epsilon=1j)
+    yield case(TypeError, "epsilon must be a Python number", op, X, epsilon=np.ones(3))
+    yield case(ValueError, "epsilon must be finite and at least 0, got -1", op, X, epsilon=-1e-6)
+    yield case(ValueError, "epsilon must be finite and at least 0, got nan", op, X, epsilon=float("nan"))
+    yield case(ValueError, "epsilon must be finite and at least 0, got inf", op, X, epsilon=float("inf"))
+    for name in ("scale", "bias") if op == "layer_norm" else ("scale",):
+        shape = f"{name} must have the shape of the normalised axes"
+        yield case(ValueError, rf"{shape}, \(4,\), got \(3,\)", op, X, **{name: jnp.ones(3)})
+        yield case(ValueError, rf"{shape}, \(4,\), got \(1, 4\)", op, X, **{name: jnp.ones((1, 4))})
+        yield case(ValueError, rf"{shape}, \(4,\), got \(\)", op, X, **{name: 1.0})
+        yield case(ValueError, rf"{shape}, \(3, 4\), got \(4,\)", op, X, axis=(0, 1), **{name: jnp.ones(4)})
+        yield case(TypeError, f"{name} must be an array", op, X, **{name: [1.0] * 4})
+        yield case(TypeError, f"{name} has dtype bool", op, X, **{name: jnp.ones(4, bool)})
+        yield case(TypeError, f"{name} has dtype complex64", op, X, **{name: jnp.ones(4, jnp.complex64)})
+    yield case(ValueError, r"residual must have x's shape \(3, 4\), got \(4,\)", op, X, residual=jnp.ones(4))
+    yield case(ValueError, r"residual must have x's shape \(3, 4\), got \(\)", op, X, residual=1.0)
+    yield case(TypeError, "residual must be an array", op, X, residual=[1.0])
+    yield case(TypeError, "residual has dtype bool", op, X, residual=jnp.ones((3, 4), bool))
+    yield case(TypeError, "dtype must be one of", op, X, dtype=jnp.int8)
+    yield case(TypeError, "dtype must be one of", op, X, dtype="nonsense")
+    if op == "layer_norm":
+        yield case(ValueError, "where must be boolean", op, X, where=X)
+        yield case(TypeError, "where must be an array", op, X, where=[True])
+        yield case(ValueError, "where", op, X, where=jnp.ones((3, 5), bool))
+        yield case(ValueError, "where must broadcast to x's shape", op, X, where=jnp.ones((2, 3, 4), bool))
+        yield case(TypeError, "positional argument", op, X, None, None, -1)
+    else:
+        yield case(TypeError, "positional argument", op, X, None, -1)
+
+
+def matmul_cases():
+    op = "matmul"
+    yield case(TypeError, "a must be an array", op, [[1.0]], SQUARE)
+    yield case(TypeError, "b must be an array", op, SQUARE, [[1.0]])
+    yield case(ValueError, "operand 0", op, 1.0, SQUARE)
+    yield case(ValueError, "operand 1", op, SQUARE, jnp.ones(()))
+    yield case(TypeError, "contracting dimensions", op, X, X)
+    yield case(TypeError, "contracting dimensions", op, X, jnp.ones(3))
+    yield case(ValueError, "matmul", op, jnp.ones((2, 3, 4)), jnp.ones((3, 4, 5)))
+    yield case(ValueError, "activation must be one of None, 'relu'", op, X, SQUARE, activation="tanh")
+    yield case(ValueError, "activation must be one of None, 'relu'", op, X, SQUARE, activation=jax.nn.relu)
+    yield case(ValueError, "activation must be one of None, 'relu'", op, X, SQUARE, activation=["relu"])
+    yield case(ValueError, r"do not broadcast: result \(3, 4\), bias \(3,\)", op, X, SQUARE, bias=jnp.ones(3))
+    yield case(ValueError, "bias must broadcast to the result's shape", op, X, SQUARE, bias=jnp.ones((2, 3, 4)))
+    yield case(TypeError, "bias must be an array", op, X, SQUARE, bias=[1.0] * 4)
+    yield case(TypeError, "bias has dtype bool", op, X, SQUARE, bias=jnp.ones(4, bool))
+    yield case(TypeError, "bias has dtype complex64", op, X, SQUARE, bias=jnp.ones(4, jnp.complex64))
+    yield case(ValueError, "(?i)precision", op, X, SQUARE, precision="exact")
+    yield case(ValueError, "(?i)precision", op, X, SQUARE, precision=3.5)
+    yield case(TypeError, "preferred_element_type", op, X, SQUARE, preferred_element_type="nonsense")
+    yield case(TypeError, "positional argument", op, X, SQUARE, None)
+
+
+def dot_general_cases():
+    op = "dot_general"
+    yield case(TypeError, "lhs must be an array", op, [[1.0]], SQUARE, NUMBERS)
+    yield case(TypeError, "rhs must be an array", op, SQUARE, [[1.0]], NUMBERS)
+    yield case(TypeError, "contracting dimensions", op, X, X, NUMBERS)
+    yield case(TypeError, "lhs", op, X, SQUARE, (((2,), (0,)), ((), ())))
+    yield case(TypeError, "lhs", op, X, SQUARE, (((-1,), (0,)), ((), ())))
+    yield case(TypeError, "lhs_batch and rhs_batch", op, X, SQUARE, (((1,), (0,)), ((0,), ())))
+    yield case(TypeError, "batch", op, X, SQUARE, (((1,), (0,)), ((0,), (1,))))
+    yield case(TypeError, "dimension_numbers must be", op, X, SQUARE, None)
+    yield case(TypeError, "dimension_numbers must be", op, X, SQUARE, 1)
+    yield case(TypeError, "dimension_numbers must be", op, X, SQUARE, ((1,), (0,)))
+    yield case(TypeError, "dimension_numbers must be", op, X, SQUARE, (((1,), (0,)),))
+    yield case(TypeError, "dimension_numbers must be", op, X, SQUARE, ((("k",), (0,)), ((), ())))
+    yield case(ValueError, "(?i)precision", op, X, SQUARE, NUMBERS, precision="exact")
+    yield case(TypeError, "preferred_element_type", op, X, SQUARE, NUMBERS, preferred_element_type="nonsense")
+
+
+CASES = [
+    *softmax_cases("softmax"),
+    *softmax_cases("log_softmax"),
+    *norm_cases("layer_norm"),
+    *norm_cases("rms_norm"),
+    *matmul_cases(),
+    *dot_general_cases(),
+]
+
+
+@pytest.mark.parametrize("error, match, function, args, options", CASES)
+def test_bad_input(error, match, function, args, options):
+    """At trace time: directly, inside jit and inside eval_shape, with the arrays traced."""
+
+    def traced(value):
+        return isinstance(value, jax.Array | Traced)
+
+    def call(arrays):
+        arrays = iter(arrays)
+        filled = [next(arrays) if traced(v) else v for v in args]
+        named = {k: next(arrays) if traced(v) else v for k, v in options.items()}
+        return getattr(jaxops, function)(*filled, **named)
+
+    arrays = [getattr(v, "value", v) for v in (*args, *options.values()) if traced(v)]
+    tracers_only = any(isinstance(v, Traced) for v in options.values())
+    for run in (jax.jit(call), lambda a: jax.eval_shape(call, a), *([] if tracers_only else [call])):
+        with pytest.raises(error) as caught:
+            run(arrays)
+        assert re.search(match, str(caught.value)), str(caught.value)
+
+
+SIGNATURES = {
+    "softmax": "(x, axis=-1, where=None, *, scale=None, bias=None, causal=False, dtype=None)",
+    "log_softmax": "(x, axis=-1, where=None, *, scale=None, bias=None, causal=False, dtype=None)",
+    "layer_norm": "(x, scale=None, bias=None, *, axis=-1, epsilon=1e-06, where=None, residual=None, dtype=None)",
+    "rms_norm": "(x, scale=None, *, axis=-1, epsilon=1e-06, residual=None, dtype=None)",
+    "matmul": "(a, b, *, precision=None, preferred_element_type=None, out_sharding=None, bias=None, activation=None)",
+    "dot_general": "(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None)",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    """Names, kinds and defaults are part of the contract."""
+    signature = inspect.signature(getattr(jaxops, name))
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    assert str(inspect.Signature(bare)) == SIGNATURES[name]
+    assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())
+
+
+# --- the handlers' own checks, behind those of Python ---
+
+F32, I32, F64 = np.float32, np.int32, np.float64
+ROWS, FLAGS = (2, 3, 4, 1), {"has_scale": True, "has_bias": False}
+FORWARD = FLAGS | {"epsilon": 1e-6}
+HANDLER_CASES = {
+    "rank": ("softmax_fwd", [((3, 4), F32)], [((3, 4), F32)], {}),
+    "rank 0": ("softmax_fwd", [((), F32)], [((), F32)], {}),
+    "result's shape": ("softmax_fwd", [(ROWS, F32)], [((2, 3, 5, 1), F32)], {}),
+    "result's rank": ("log_softmax_fwd", [(ROWS, F32)], [((24,), F32)], {}),
+    "integers": ("softmax_fwd", [(ROWS, I32)], [(ROWS, I32)], {}),
+    "result's dtype": ("softmax_fwd", [(ROWS, F32)], [(ROWS, I32)], {}),
+    "too few operands": ("softmax_bwd", [(ROWS, F32)], [(ROWS, F32)], {}),
+    "too many operands": ("softmax_fwd", [(ROWS, F32)] * 2, [(ROWS, F32)], {}),
+    "operands' shapes": ("softmax_bwd", [(ROWS, F32), ((2, 3, 3, 1), F32)], [(ROWS, F32)], {}),
+    "too many results": ("log_softmax_bwd", [(ROWS, F32)] * 2, [(ROWS, F32)] * 2, {}),
+    "attributes": ("layer_norm_fwd", [(ROWS, F32), ((1, 4), F32)], [(ROWS, F32)] + [((2, 3, 1), F32)] * 2, FLAGS),
+    "attribute's type": (
+        "rms_norm_fwd",
+        [(ROWS, F32), ((1, 4), F32)],
+        [(ROWS, F32), ((2, 3, 1), F32)],
+        FORWARD | {"has_scale": 1.5},
+    ),
+    "scale's shape": ("rms_norm_fwd", [(ROWS, F32), ((1, 5), F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
+    "scale's groups": ("rms_norm_fwd", [(ROWS, F32), ((3, 4), F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
+    "scale's rank": ("rms_norm_fwd", [(ROWS, F32), ((4,), F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
+    "scale's dtype": ("rms_norm_fwd", [(ROWS, F32), ((1, 4), I32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
+    "no scale": ("rms_norm_fwd", [(ROWS, F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
+    "a scale too many": ("rms_norm_fwd", [(ROWS, F32)] + [((1, 4), F32)] * 2, [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
+    "rstd's shape": ("rms_norm_fwd", [(ROWS, F32), ((1, 4), F32)], [(ROWS, F32), ((2, 4, 1), F32)], FORWARD),
+    "no mean": ("layer_norm_fwd", [(ROWS, F32), ((1, 4), F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
+    "workspace's rank": (
+        "rms_norm_bwd",
+        [(ROWS, F32), ((1, 4), F32), ((2, 3, 1), F32), (ROWS, F32)],
+        [(ROWS, F32), ((8,), F32), ((2, 4), F32)],
+        FLAGS,
+    ),
+    "workspace without chunks": (
+        "rms_norm_bwd",
+        [(ROWS, F32), ((1, 4), F32), ((2, 3, 1), F32), (ROWS, F32)],
+        [(ROWS, F32), ((1, 2, 0, 4), F32), ((2, 4), F32)],
+        FLAGS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HANDLER_CASES)
+def test_handlers_refuse_wrong_calls(name):
+    """A wrong call of a handler itself is an error that leaves the process alive."""
+    kernel, operands, results, attributes = HANDLER_CASES[name]
+    call = jax.jit(
+        lambda *xs: jax.ffi.ffi_call(
+            _kernel.target_name(kernel), [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+        )(*xs, **attributes)
+    )
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        arrays = [jnp.ones(shape, dtype) for shape, dtype in operands]
+        with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT"):
+            jax.block_until_ready(call(*arrays))
+        np.testing.assert_array_equal(jaxops.softmax(jnp.zeros((1, 2))), [[0.5, 0.5]])

@@ -1,0 +1,107 @@
+"""Primitives, CPU handlers and CUDA handlers are one set, under one name each."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxops
+from jaxops import _cpu, _kernel
+
+#: The kernels whose CPU half is XLA's own.
+LEFT_TO_XLA_ON_CPU = {"matmul"}
+
+
+@pytest.fixture
+def cuda():
+    """The CUDA half, which imports without a driver."""
+    return pytest.importorskip("jaxops._cuda", reason="the CUDA half is not built", exc_type=ModuleNotFoundError)
+
+
+def test_cpu_targets_are_the_primitives():
+    assert set(_cpu.targets()) | LEFT_TO_XLA_ON_CPU == set(_kernel.KERNELS)
+    assert not set(_cpu.targets()) & LEFT_TO_XLA_ON_CPU
+    assert _kernel.HANDLERS["cpu"] == set(_cpu.targets())
+
+
+def test_cuda_targets_are_the_primitives(cuda):
+    assert set(cuda.targets()) == set(_kernel.KERNELS)
+    assert _kernel.HANDLERS["cuda"] == set(cuda.targets())
+
+
+def test_both_halves_list_their_handlers_in_one_order(cuda):
+    shared = [name for name in cuda.targets() if name not in LEFT_TO_XLA_ON_CPU]
+    assert shared == list(_cpu.targets())
+
+
+def test_halves_are_built_alike(cuda):
+    assert cuda.jaxlib_headers == _cpu.jaxlib_headers
+    assert cuda.cuda_architectures and not _cpu.cuda_architectures
+
+
+@pytest.mark.parametrize("name", sorted(_kernel.KERNELS))
+def test_names(name):
+    kernel = _kernel.KERNELS[name]
+    assert kernel.name == name and kernel.primitive.name == f"jaxops_{name}"
+    assert _kernel.target_name(name) == f"jaxops.{name}.v{_kernel.CALLING_CONVENTION}"
+    assert kernel.plain_on == ({"cpu"} if name in LEFT_TO_XLA_ON_CPU else set())
+
+
+def calls(x):
+    """Every kernel once: all ops with their gradients."""
+    vector = jnp.ones(x.shape[-1])
+
+    def total(x):
+        y = (
+            jaxops.softmax(x)
+            + jaxops.log_softmax(x)
+            + jaxops.layer_norm(x, vector, vector)
+            + jaxops.rms_norm(x, vector)
+        )
+        return jnp.sum(jaxops.matmul(y, x.T))
+
+    return jax.value_and_grad(total)(x)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_lowering_calls_every_handler(platform):
+    """Lowering for a platform needs no device of it."""
+    if platform not in _kernel.HANDLERS:
+        pytest.skip("the CUDA half is not built")
+    text = jax.jit(calls).trace(jnp.ones((3, 7))).lower(lowering_platforms=(platform,)).as_text()
+    for name in _kernel.KERNELS:
+        there = name in _kernel.HANDLERS[platform]
+        assert (f"@{_kernel.target_name(name)}(" in text) == there, name
+
+
+def test_other_platforms_lower_to_plain_jax(monkeypatch):
+    monkeypatch.setattr(_kernel, "_said", set())
+    with pytest.warns(jaxops.FallbackWarning, match="on this platform"):
+        text = jax.jit(calls).trace(jnp.ones((3, 9))).lower(lowering_platforms=("tpu",)).as_text()
+    assert "jaxops." not in text and "stablehlo.exponential" in text
+
+
+def test_cuda_half_links_no_driver(cuda):
+    """It imports where there is no driver: libcuda is not among its libraries, and the runtime is linked statically."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc")
+    script = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("_cuda", {cuda.__file__!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+assert module.targets()
+print(open("/proc/self/maps").read())
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "_cuda" in result.stdout
+    assert "libcuda" not in result.stdout  # neither libcuda.so (the driver) nor libcudart.so (the runtime)
+
+
+def test_compiled_halves_are_part_of_the_package():
+    assert importlib.util.find_spec("jaxops._cpu").origin.endswith(".so")
