@@ -112,9 +112,18 @@ class _Layout:
         return jnp.transpose(x, np.argsort(self.order))
 
 
-def _chunks(rows: int) -> int:
-    """Into how many partial sums the parameter gradients of a group's rows are split: at least 32 rows each."""
-    return min(256, max(1, rows // 32))
+def _chunks(rows: int, columns: int) -> int:
+    """Into how many partial sums the parameter gradients of a group's rows are split.
+
+    On a GPU each is a block's: enough blocks to fill an H200 (132 multiprocessors) and at least 8 rows each. Where rows
+    are no multiple of 8 elements, a multiple of 8 blocks keeps each thread on the same columns. Depends on nothing
+    but the shape, so that results do not depend on the device.
+    """
+    if columns > 16384:  # the columns themselves make enough blocks
+        return min(8, max(1, rows // 8))
+    full = 792 if columns <= 2048 else 528 if columns <= 4096 else 264 if columns <= 8192 else 132
+    chunks = min(full, max(1, rows // 8))
+    return chunks if columns % 8 == 0 or chunks < 8 else chunks // 8 * 8
 
 
 class RowKernel(Kernel):
@@ -194,7 +203,7 @@ class RowKernel(Kernel):
         if "parameter" in kinds:  # the handlers' workspace stands before the parameter gradients
             groups, rows, columns, inner = layout.sizes
             first = kinds.index("parameter")
-            workspace = (kinds.count("parameter"), groups, _chunks(rows * inner), columns)
+            workspace = (kinds.count("parameter"), groups, _chunks(rows * inner, columns), columns)
             shapes.insert(first, jax.ShapeDtypeStruct(workspace, shapes[first].dtype))
         if any(slot.optional for slot in (*self.operands, *self.results)):
             attributes["has_scale"] = "scale" in has or "dscale" in has

@@ -30,13 +30,23 @@ JAXOPS_INLINE A MaxOf(int64_t n, F f) {
   return max;
 }
 
-// The sum of f(i), taken in double: exact to the last place of a float however long it is.
+// The sum of f(i), taken in double: exact to the last place of a float however long it is. For doubles' own sake the
+// sums of blocks are added up by Kahan's method.
 template <class A, class F>
 JAXOPS_INLINE A SumOf(int64_t n, F f) {
-  double sum = 0;
+  constexpr int64_t kBlock = 256;
+  double total = 0, excess = 0;  // excess: what the last addition rounded up by
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+    double sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += static_cast<double>(f(i));
-  return static_cast<A>(sum);
+    for (int64_t i = begin; i < end; ++i) sum += static_cast<double>(f(i));
+    const double corrected = sum - excess, next = total + corrected;
+    const double rounded = (next - total) - corrected;
+    excess = rounded == rounded ? rounded : 0;  // infinity stays infinity
+    total = next;
+  }
+  return static_cast<A>(total);
 }
 
 // exp(x) = 2^k exp(r), k = round(x / ln 2), |r| <= ln(2) / 2; exp(r) by its Taylor series: degree 7 leaves 5e-9 of

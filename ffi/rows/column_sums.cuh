@@ -17,13 +17,24 @@ struct ColumnSums {
   A first, second;
 };
 
+// Where the two sums go; null for one that is not wanted. The workspace has a plane [groups, chunks, columns] for each
+// that is.
+template <class A>
+struct SumResults {
+  int64_t chunks;
+  A *workspace, *first, *second;
+
+  int planes() const { return (first != nullptr) + (second != nullptr); }
+};
+
 // Rows of adjacent elements: a warp takes 32 columns, the 8 warps of a block every eighth row of the chunk.
 // Rows of strided elements (inner > 1): a block takes one column; its threads walk along the inner axis.
 inline constexpr int kSumThreads = 256;
 
 template <bool kStrided, class A, class Op>
 __global__ void __launch_bounds__(kSumThreads)
-    SumChunkKernel(const Op op, const RowShape shape, int64_t chunks, int parameters, A* __restrict__ workspace) {
+    SumChunkKernel(const Op op, const RowShape shape, const SumResults<A> results) {
+  const int64_t chunks = results.chunks;
   constexpr int kTile = kStrided ? 1 : 32;
   const int64_t tiles = (shape.columns + kTile - 1) / kTile;
   const int64_t tile = blockIdx.x % tiles, chunk = blockIdx.x / tiles % chunks, group = blockIdx.x / tiles / chunks;
@@ -51,44 +62,49 @@ __global__ void __launch_bounds__(kSumThreads)
     }
   }
   if (threadIdx.x < kTile && column < shape.columns) {
-    const int64_t out = (group * chunks + chunk) * shape.columns + column;
-    workspace[out] = shared[0][threadIdx.x];
-    if (parameters == 2) workspace[shape.groups * chunks * shape.columns + out] = shared[1][threadIdx.x];
+    A* out = results.workspace + (group * chunks + chunk) * shape.columns + column;
+    if (results.first) *out = shared[0][threadIdx.x], out += shape.groups * chunks * shape.columns;
+    if (results.second) *out = shared[1][threadIdx.x];
   }
 }
 
 template <class A>
-__global__ void __launch_bounds__(kSumThreads)
-    AddChunksKernel(const A* __restrict__ workspace, const RowShape shape, int64_t chunks, int parameters,
-                    A* __restrict__ first, A* __restrict__ second) {
+__global__ void __launch_bounds__(kSumThreads) AddChunksKernel(const RowShape shape, const SumResults<A> results) {
   const int64_t sums = shape.groups * shape.columns, k = blockIdx.x * int64_t{kSumThreads} + threadIdx.x;
-  if (k >= sums * parameters) return;
-  const int64_t parameter = k / sums, group = k % sums / shape.columns, column = k % shape.columns;
-  const A* parts = workspace + ((parameter * shape.groups + group) * chunks) * shape.columns + column;
+  const int64_t plane = k / sums, group = k % sums / shape.columns, column = k % shape.columns;
+  A* const result = plane == 0 && results.first ? results.first : results.second;
+  if (plane >= (results.first != nullptr) + (results.second != nullptr)) return;
+  const A* const parts = results.workspace + (plane * shape.groups + group) * results.chunks * shape.columns + column;
   A total = 0;
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) total += parts[chunk * shape.columns];
-  (parameter ? second : first)[k % sums] = total;
+  for (int64_t chunk = 0; chunk < results.chunks; ++chunk) total += parts[chunk * shape.columns];
+  result[k % sums] = total;
 }
 
-// op(row, offset of the element) -> ColumnSums. With one parameter only the first sum is kept.
+// Adds up the chunks in the workspace.
+template <class A>
+cudaError_t LaunchAddChunks(cudaStream_t stream, const RowShape& shape, const SumResults<A>& results) {
+  const int64_t sums = shape.groups * shape.columns * results.planes();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>((sums + kSumThreads - 1) / kSumThreads));
+  config.blockDim = dim3(kSumThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, AddChunksKernel<A>, shape, results);
+}
+
+// op(row, offset of the element) -> ColumnSums
 template <class A, class Op>
-cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape& shape, int64_t chunks, int parameters,
-                             A* workspace, A* first, A* second) {
+cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape& shape, const SumResults<A>& results) {
   const bool strided = shape.inner > 1;
   const int64_t tiles = strided ? shape.columns : (shape.columns + 31) / 32;
-  const int64_t blocks = tiles * chunks * shape.groups;
-  const int64_t adders = (shape.groups * shape.columns * parameters + kSumThreads - 1) / kSumThreads;
+  const int64_t blocks = tiles * results.chunks * shape.groups;
   if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(kSumThreads);
   config.stream = stream;
   const auto kernel = strided ? SumChunkKernel<true, A, Op> : SumChunkKernel<false, A, Op>;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, op, shape, chunks, parameters, workspace);
-  if (status != cudaSuccess) return status;
-  config.gridDim = dim3(static_cast<unsigned>(adders));
-  const A* const parts = workspace;
-  return cudaLaunchKernelEx(&config, AddChunksKernel<A>, parts, shape, chunks, parameters, first, second);
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, op, shape, results);
+  return status != cudaSuccess ? status : LaunchAddChunks(stream, shape, results);
 }
 
 }  // namespace jaxops::rows

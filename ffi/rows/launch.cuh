@@ -31,7 +31,8 @@ using RowPlacements = Types<Held<8, 1>,    //    64
                             Held<512, 4>,  // 16384
                             Held<512, 8>,  // 32768
                             Streamed<1024>>;
-// f64 is for correctness: few placements.
+// Fewer for results of another dtype than the input's, and for f64: rare, and each placement costs build time.
+using MixedRowPlacements = Types<Held<32, 1>, Held<32, 4>, Held<128, 4>, Held<512, 4>, Streamed<1024>>;
 using WideRowPlacements = Types<Held<32, 2>, Streamed<256>>;
 // Rows along another axis than the last: one element a pack.
 using StridedPlacements = Types<StridedHeld<8, 16>,   //  128
@@ -39,9 +40,14 @@ using StridedPlacements = Types<StridedHeld<8, 16>,   //  128
                                 StridedStreamed<32>>;
 using WideStridedPlacements = Types<StridedHeld<8, 8>, StridedStreamed<16>>;
 
+// Elements a pack: 16 bytes of the wider dtype.
+template <class T, class U>
+inline constexpr int kPack = 16 / std::max(sizeof(T), sizeof(U));
+
 template <class P, int kV, bool kAligned, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads) RowKernel(const Op op, const Geometry shape) {
-  Row<P, kV, kAligned, A> row(shape, blockIdx.x);
+  Row<P, kV, kAligned, A> row(shape);
+  row.MoveTo(int64_t{blockIdx.x} * P::kRows + row.Team(), shape.rows);
   op(row);
 }
 
@@ -65,14 +71,16 @@ cudaError_t LaunchAligned(cudaStream_t stream, const Op& op, const RowShape& sha
       [&]<class P> { return LaunchPlacement<P, kV, kAligned, A>(stream, op, shape); });
 }
 
-// Runs op(row) for every row of tensors whose widest element has kWidest bytes.
-template <int kWidest, class A, class Op>
+// Runs op(row) for every row of tensors of the dtypes T and U.
+template <class T, class U, class Op>
 cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape& shape) {
-  constexpr int kV = 16 / kWidest;
+  using A = Accumulator<T>;
+  constexpr int kV = kPack<T, U>;
   if (shape.size() == 0) return cudaSuccess;
   if (shape.columns > std::numeric_limits<int>::max() - 1024 * kV) return cudaErrorInvalidValue;
   constexpr bool kWide = std::is_same_v<A, double>;
-  using Rows = std::conditional_t<kWide, WideRowPlacements, RowPlacements>;
+  using SameRows = std::conditional_t<std::is_same_v<T, U>, RowPlacements, MixedRowPlacements>;
+  using Rows = std::conditional_t<kWide, WideRowPlacements, SameRows>;
   using Strided = std::conditional_t<kWide, WideStridedPlacements, StridedPlacements>;
   if (shape.inner > 1) return LaunchAligned<Strided, 1, true, A>(stream, op, shape);
   if (shape.columns % kV == 0) return LaunchAligned<Rows, kV, true, A>(stream, op, shape);
@@ -97,8 +105,7 @@ Error LaunchMap(const char* handler, cudaStream_t stream, const AnyBuffer& first
   JAXOPS_RETURN_IF_ERROR(ParseRows(handler, {first, second, third}, &shape));
   JAXOPS_RETURN_IF_ERROR(CheckAlignment(handler, {first, second, third}));
   return VisitPair(handler, first.element_type(), second.element_type(), [&]<class T, class U> {
-    constexpr int kWidest = std::max(sizeof(T), sizeof(U));
-    return FromCuda(handler, LaunchRows<kWidest, Accumulator<T>>(stream, make.template operator()<T, U>(), shape));
+    return FromCuda(handler, LaunchRows<T, U>(stream, make.template operator()<T, U>(), shape));
   });
 }
 

@@ -110,16 +110,20 @@ class Row {
   static constexpr int kV = kPack;
   static constexpr bool kHeld = P::kPacks > 0;
 
-  __device__ Row(const Geometry& shape, int64_t block) : columns(shape.columns), shape_(shape) {
-    const int slot = P::kStrided ? threadIdx.x % 32 : threadIdx.x / P::kLanes;
-    lane_ = P::kStrided ? threadIdx.x / 32 : threadIdx.x % P::kLanes;
-    const int64_t wanted = block * P::kRows + slot, last = shape.rows - 1;
-    live_ = wanted <= last;  // threads past the last row repeat it and store nothing
-    index = live_ ? wanted : last;
+  // Which of the block's rows this thread works on.
+  static __device__ int Team() { return P::kStrided ? threadIdx.x % 32 : threadIdx.x / P::kLanes; }
+
+  explicit __device__ Row(const Geometry& shape)
+      : columns(shape.columns), shape_(shape), lane_(P::kStrided ? threadIdx.x / 32 : threadIdx.x % P::kLanes) {}
+
+  // Turns to the row of this index; past `end` the row before it is repeated, and nothing is stored.
+  __device__ void MoveTo(int64_t wanted, int64_t end) {
+    live = wanted < end;
+    index = live ? wanted : end - 1;
     if constexpr (P::kStrided) {
-      const int64_t outer = index / shape.inner;
-      stride_ = shape.inner;
-      begin_ = outer * shape.columns * shape.inner + (index - outer * shape.inner);
+      const int64_t outer = index / shape_.inner;
+      stride_ = shape_.inner;
+      begin_ = outer * columns * shape_.inner + (index - outer * shape_.inner);
     } else {
       begin_ = index * columns;
       if constexpr (!kAligned) shift_ = static_cast<int>(begin_ % kV);
@@ -127,10 +131,11 @@ class Row {
   }
 
   int64_t index;  // among the rows of all groups
+  bool live;
   int columns;
 
   // One thread a row: it stores the row's scalars.
-  __device__ bool Leads() const { return live_ && lane_ == 0; }
+  __device__ bool Leads() const { return live && lane_ == 0; }
 
   template <class T>
   __device__ auto Load(const T* tensor) const {
@@ -176,7 +181,7 @@ class Row {
       Pack<T, kV> values;
 #pragma unroll
       for (int i = 0; i < kV; ++i) values.lane[i] = static_cast<T>(value(i));
-      if (!live_) return;
+      if (!live) return;
       T* const target = tensor + Offset(column);
       if (Whole(column)) {
         *reinterpret_cast<Pack<T, kV>*>(target) = values;
@@ -207,7 +212,6 @@ class Row {
     return {values[0], values[1]};
   }
 
- private:
   // Calls fn(pack, column of its first element) for this thread's packs. An unaligned row's first pack begins at the
   // pack boundary before the row, so that all accesses are aligned: its column is negative.
   template <class Fn>
@@ -224,6 +228,8 @@ class Row {
   }
 
   __device__ bool Inside(int column) const { return kAligned || (column >= 0 && column < columns); }
+
+ private:
   __device__ bool Whole(int column) const { return kAligned || (column >= 0 && column + kV <= columns); }
   __device__ int64_t Offset(int column) const { return begin_ + (P::kStrided ? column * stride_ : int64_t{column}); }
 
@@ -312,7 +318,6 @@ class Row {
   const Geometry& shape_;
   int64_t begin_, stride_ = 1;
   int lane_, shift_ = 0, turn_ = 0;
-  bool live_;
 };
 
 }  // namespace jaxops::rows

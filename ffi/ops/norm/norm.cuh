@@ -3,8 +3,7 @@
 #define JAXOPS_OPS_NORM_NORM_CUH_
 
 #include "ops/norm/norm.h"
-#include "rows/column_sums.cuh"
-#include "rows/launch.cuh"
+#include "rows/row_loop.cuh"
 
 namespace jaxops {
 namespace {
@@ -37,6 +36,7 @@ struct NormForwardOp {
 };
 
 // With x^ = (x - mean) rstd and g = dy scale:  dx = rstd (g - mean(g) - x^ mean(g x^))
+// and, where sums of columns are wanted, the rows' shares of dscale = sum(dy x^) and dbias = sum(dy).
 template <bool kCentred, class T, class U>
 struct NormBackwardOp {
   using A = Accumulator<T>;
@@ -46,15 +46,18 @@ struct NormBackwardOp {
   const A *mean, *rstd;
   T* dx;
 
-  __device__ void operator()(auto& row) const {
+  __device__ void operator()(auto& row, auto&... sums_of_columns) const {
     const A m = kCentred ? mean[row.index] : A{0}, r = rstd[row.index];
     const auto normalised = rows::Map([=](A value) { return (value - m) * r; }, row.Load(x));
-    const auto gradient = rows::Map([](A g, A s) { return g * s; }, row.Load(dy), row.LoadParameter(scale, A{1}));
+    const auto cotangent = row.Load(dy);
+    const auto gradient = rows::Map([](A g, A s) { return g * s; }, cotangent, row.LoadParameter(scale, A{1}));
     const auto product = rows::Map([](A g, A x_hat) { return g * x_hat; }, gradient, normalised);
     const auto sums = row.template Reduce<rows::Sum>(gradient, product);
     const A share = rows::Reciprocal(static_cast<A>(row.columns));
     const A mean_g = kCentred ? sums.first * share : A{0}, mean_gx = sums.second * share;
     row.Store(dx, rows::Map([=](A g, A x_hat) { return r * (g - mean_g - x_hat * mean_gx); }, gradient, normalised));
+    const auto dscale = rows::Map([](A g, A x_hat) { return g * x_hat; }, cotangent, normalised);
+    (sums_of_columns.Add(row, dscale, cotangent), ...);
   }
 };
 
@@ -65,12 +68,10 @@ struct ParameterGradients {
   const T* x;
   const U* dy;
   const A *mean, *rstd;
-  bool has_scale;
 
   __device__ rows::ColumnSums<A> operator()(int64_t row, int64_t offset) const {
     const A g = static_cast<A>(dy[offset]), m = kCentred ? mean[row] : A{0};
-    const A dscale = g * ((static_cast<A>(x[offset]) - m) * rstd[row]);
-    return has_scale ? rows::ColumnSums<A>{dscale, g} : rows::ColumnSums<A>{g, 0};
+    return {g * ((static_cast<A>(x[offset]) - m) * rstd[row]), g};
   }
 };
 
@@ -105,9 +106,10 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
   NormBackward call;
   JAXOPS_RETURN_IF_ERROR(ParseNormBackward(handler, kCentred, has_scale, has_bias, args, results, &call));
   JAXOPS_RETURN_IF_ERROR(CheckType(handler, "dx", *call.dx, call.x->element_type()));
-  JAXOPS_RETURN_IF_ERROR(rows::LaunchMap(handler, stream, *call.x, *call.dy, *call.dx, [&]<class T, class U> {
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {*call.x, *call.dy, *call.dx}));
+  return VisitPair(handler, call.x->element_type(), call.dy->element_type(), [&]<class T, class U> {
     using A = Accumulator<T>;
-    return NormBackwardOp<kCentred, T, U>{
+    const NormBackwardOp<kCentred, T, U> op = {
         .x = Data<T>(*call.x),
         .dy = Data<U>(*call.dy),
         .scale = ToVector<A>(call.scale),
@@ -115,21 +117,21 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
         .rstd = static_cast<const A*>(call.rstd),
         .dx = Data<T>(*call.dx),
     };
-  }));
-  if (call.parameters == 0) return Error::Success();
-  return VisitPair(handler, call.x->element_type(), call.dy->element_type(), [&]<class T, class U> {
-    using A = Accumulator<T>;
-    const ParameterGradients<kCentred, T, U> op = {
-        .x = Data<T>(*call.x),
-        .dy = Data<U>(*call.dy),
-        .mean = static_cast<const A*>(call.mean),
-        .rstd = static_cast<const A*>(call.rstd),
-        .has_scale = has_scale,
+    const rows::SumResults<A> sums = {
+        .chunks = call.chunks,
+        .workspace = static_cast<A*>(call.workspace),
+        .first = static_cast<A*>(call.dscale),
+        .second = static_cast<A*>(call.dbias),
     };
-    A *const dscale = static_cast<A*>(call.dscale), *const dbias = static_cast<A*>(call.dbias);
-    return FromCuda(handler,
-                    rows::LaunchColumnSums(stream, op, call.shape, call.chunks, call.parameters,
-                                           static_cast<A*>(call.workspace), has_scale ? dscale : dbias, dbias));
+    if constexpr (!std::is_same_v<T, double>) {
+      if (call.parameters > 0 && rows::RowLoopFits<T, U>(call.shape, call.chunks)) {
+        return FromCuda(handler, rows::LaunchRowLoop<T, U>(stream, op, call.shape, sums));
+      }
+    }
+    const cudaError_t status = rows::LaunchRows<T, U>(stream, op, call.shape);
+    if (status != cudaSuccess || call.parameters == 0) return FromCuda(handler, status);
+    const ParameterGradients<kCentred, T, U> gradients = {.x = op.x, .dy = op.dy, .mean = op.mean, .rstd = op.rstd};
+    return FromCuda(handler, rows::LaunchColumnSums(stream, gradients, call.shape, sums));
   });
 }
 

@@ -80,10 +80,11 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
     const A *const mean = static_cast<const A*>(call.mean), *const rstd = static_cast<const A*>(call.rstd);
     A *const workspace = static_cast<A*>(call.workspace), *const dscale = static_cast<A*>(call.dscale),
              *const dbias = static_cast<A*>(call.dbias);
-    const int64_t partial = shape.groups * call.chunks * shape.columns;
+    // As many chunks as tasks; the rest of the workspace is for devices with more of them.
+    const int64_t tasks = call.parameters ? std::min(call.chunks, TasksPerGroup(shape)) : TasksPerGroup(shape);
+    const int64_t partial = shape.groups * tasks * shape.columns;
     if (workspace) std::fill_n(workspace, call.parameters * partial, A{0});
     A *const dscale_parts = workspace, *const dbias_parts = workspace + (dscale ? partial : 0);
-    const int64_t tasks = call.parameters ? call.chunks : TasksPerGroup(shape);
     Error error = ForEachRow<A, 2, 1>(pool, shape, tasks, {*call.x, *call.dy}, {*call.dx},
                                       [&](int64_t task, int64_t row, const auto& in, const auto& out) {
                                         BackwardRow<A>(kCentred, shape.columns, in[0],
@@ -94,8 +95,8 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                                       });
     for (int64_t group = 0; group < shape.groups; ++group) {
       const int64_t offset = group * shape.columns;
-      if (dscale) AddRows(call.chunks, shape.columns, dscale_parts + offset * call.chunks, dscale + offset);
-      if (dbias) AddRows(call.chunks, shape.columns, dbias_parts + offset * call.chunks, dbias + offset);
+      if (dscale) AddRows(tasks, shape.columns, dscale_parts + offset * tasks, dscale + offset);
+      if (dbias) AddRows(tasks, shape.columns, dbias_parts + offset * tasks, dbias + offset);
     }
     return error;
   });
