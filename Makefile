@@ -14,7 +14,7 @@ python := $(VENV)/bin/python
 jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
 headers := build/ffi_headers
 
-.PHONY: build test test-slow demo bench fmt lint clean
+.PHONY: build test demo bench fmt lint clean
 .DEFAULT_GOAL := build
 
 $(VENV)/ready: pyproject.toml
@@ -36,10 +36,7 @@ build: $(VENV)/ready $(headers)/ready
 	  $(if $(CUDA_ARCHITECTURES),--config-settings='cmake.define.JAXOPS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)')
 
 test: build
-	$(python) -m pytest -m "not slow" $(ARGS)
-
-test-slow: build
-	$(python) -m pytest -m slow $(ARGS)
+	$(python) -m pytest $(ARGS)
 
 demo: build
 	$(python) -m jaxops $(ARGS)

@@ -8,6 +8,7 @@ axis everywhere, of size 1 where an operand is not mapped.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -71,7 +72,7 @@ class _Layout:
 
     def _sizes(self, shape: Sequence[int]) -> list[int]:
         bounds = np.cumsum((0, *self.counts))
-        return [math.prod(shape[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [math.prod(shape[a:b]) for a, b in itertools.pairwise(bounds)]
 
     @property
     def sizes(self) -> list[int]:

@@ -7,6 +7,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jaxops._comparison import Comparison, exact, ulps, value_and_gradients
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

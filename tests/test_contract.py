@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxops._comparison import COMPARISONS
 
 every_op = pytest.mark.parametrize("op", COMPARISONS.values(), ids=COMPARISONS.keys())
@@ -36,7 +37,7 @@ def test_vmap(op, axis, rng):
 
 @every_op
 def test_nested_vmap(op, rng):
-    x, *rest = (jnp.asarray(a) for a in op.operands(rng, (4, 9), np.dtype("float32")))
+    rest = [jnp.asarray(a) for a in op.operands(rng, (4, 9), np.dtype("float32"))[1:]]
     xs = jnp.asarray(rng.standard_normal((4, 2, 9, 3)), jnp.float32)
     got = jax.vmap(jax.vmap(lambda x: op.ours(x, *rest), in_axes=1), in_axes=3)(xs)  # [3, 2, 4, 9]
     for i in range(3):

@@ -22,6 +22,9 @@ class Traced:
     def __init__(self, value):
         self.value = value
 
+    def __repr__(self):
+        return "a traced array"
+
 
 def case(error, match, function, *args, **options):
     given = ", ".join(f"{k}={getattr(v, 'dtype', v)!s:.40}{getattr(v, 'shape', '')}" for k, v in options.items())
