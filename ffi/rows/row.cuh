@@ -140,12 +140,7 @@ class Row {
   template <class T>
   __device__ auto Load(const T* tensor) const {
     if constexpr (kHeld) {
-      struct Held {
-        Pack<T, kV> packs[P::kPacks];
-        __device__ auto operator()(int pack, int) const {
-          return [values = packs[pack]](int i) { return static_cast<A>(values.lane[i]); };
-        }
-      } held = {};
+      Held<T> held = {};
       ForEachPack([&](int pack, int column) { held.packs[pack] = Read(tensor, column); });
       return held;
     } else {
@@ -155,23 +150,28 @@ class Row {
     }
   }
 
-  // The vector's value for each column; `absent` if there is none.
+  // The vector's value for each column, read where it is used; `absent` if there is no vector.
   __device__ auto LoadParameter(Vector<A> parameter, A absent) const {
-    const int64_t group = parameter.group_stride ? index / shape_.rows_per_group : 0;
-    const A* const vector = parameter.data ? parameter.data + group * parameter.group_stride : nullptr;
+    const A* const vector = OfGroup(parameter);
     return [this, vector, absent](int, int column) {
       Pack<A, kV> values;
-      if (vector == nullptr) {
 #pragma unroll
-        for (int i = 0; i < kV; ++i) values.lane[i] = absent;
-      } else if constexpr (kAligned) {
-        values = *reinterpret_cast<const Pack<A, kV>*>(vector + column);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kV; ++i) values.lane[i] = Inside(column + i) ? vector[column + i] : absent;
-      }
+      for (int i = 0; i < kV; ++i) values.lane[i] = absent;
+      if (vector) values = ReadVector(vector, column);
       return [=](int i) { return values.lane[i]; };
     };
+  }
+
+  // The same, read at once and held in registers: for the columns of this row and of others at the same pack boundary.
+  __device__ auto HoldParameter(Vector<A> parameter, A absent) const {
+    const A* const vector = OfGroup(parameter);
+    Held<A> held;
+#pragma unroll
+    for (auto& pack : held.packs)
+#pragma unroll
+      for (A& value : pack.lane) value = absent;
+    if (vector) ForEachPack([&](int pack, int column) { held.packs[pack] = ReadVector(vector, column); });
+    return held;
   }
 
   template <class T, class E>
@@ -204,10 +204,11 @@ class Row {
   struct Two {
     A first, second;
   };
-  // Both joins for one exchange between the threads.
+  // Both joins for one walk along the row and one exchange between the threads.
   template <class M, class E, class F>
   __device__ Two Reduce(const E& first, const F& second) {
-    A values[2] = {Fold<M>(first), Fold<M>(second)};
+    const Two folded = Fold<M>(first, second);
+    A values[2] = {folded.first, folded.second};
     Combine<M>(values, 2);
     return {values[0], values[1]};
   }
@@ -245,31 +246,65 @@ class Row {
     return values;
   }
 
-  // A streamed row's values are joined in runs of kRun packs, so that rounding errors grow with the square root of a
-  // row's length instead of with the length.
-  template <class M, class E>
-  __device__ A Fold(const E& expression) const {
+  // A row's packs, in registers in the tensor's own dtype.
+  template <class T>
+  struct Held {
+    Pack<T, kV> packs[kHeld ? P::kPacks : 1];
+    __device__ auto operator()(int pack, int) const {
+      return [values = packs[pack]](int i) { return static_cast<A>(values.lane[i]); };
+    }
+  };
+
+  __device__ const A* OfGroup(Vector<A> parameter) const {
+    const int64_t group = parameter.group_stride ? index / shape_.rows_per_group : 0;
+    return parameter.data ? parameter.data + group * parameter.group_stride : nullptr;
+  }
+
+  // A vector's values for a pack of columns; anything where they lie outside the row.
+  __device__ Pack<A, kV> ReadVector(const A* vector, int column) const {
+    if constexpr (kAligned) {
+      return *reinterpret_cast<const Pack<A, kV>*>(vector + column);
+    } else {
+      Pack<A, kV> values;
+#pragma unroll
+      for (int i = 0; i < kV; ++i) values.lane[i] = vector[Inside(column + i) ? column + i : 0];
+      return values;
+    }
+  }
+
+  // This thread's join of each expression. A streamed row's values are joined in runs of kRun packs, so that rounding
+  // errors grow with the square root of a row's length instead of with the length.
+  template <class M, class E, class F>
+  __device__ Two Fold(const E& first, const F& second) const {
     constexpr int kRun = 16;
-    A total = M::template Identity<A>(), run = total;
+    const A identity = M::template Identity<A>();
+    Two total = {identity, identity}, run = total;
     int packs = 0;
     ForEachPack([&](int pack, int column) {
-      const auto value = expression(pack, column);
+      const auto a = first(pack, column);
+      const auto b = second(pack, column);
       if (Whole(column)) {
 #pragma unroll
-        for (int i = 0; i < kV; ++i) run = M::Join(run, static_cast<A>(value(i)));
+        for (int i = 0; i < kV; ++i) run = {M::Join(run.first, A{a(i)}), M::Join(run.second, A{b(i)})};
       } else {
 #pragma unroll
         for (int i = 0; i < kV; ++i)
-          if (Inside(column + i)) run = M::Join(run, static_cast<A>(value(i)));
+          if (Inside(column + i)) run = {M::Join(run.first, A{a(i)}), M::Join(run.second, A{b(i)})};
       }
       if constexpr (!kHeld) {
         if (++packs % kRun == 0) {
-          total = M::Join(total, run);
-          run = M::template Identity<A>();
+          total = {M::Join(total.first, run.first), M::Join(total.second, run.second)};
+          run = {identity, identity};
         }
       }
     });
-    return M::Join(total, run);
+    return {M::Join(total.first, run.first), M::Join(total.second, run.second)};
+  }
+
+  template <class M, class E>
+  __device__ A Fold(const E& expression) const {
+    const auto nothing = [](int, int) { return [](int) { return M::template Identity<A>(); }; };
+    return Fold<M>(expression, nothing).first;
   }
 
   // Joins values[0..count) over the row's threads. Two sets of slots take turns, so that one barrier is enough: nobody

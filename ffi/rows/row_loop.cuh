@@ -41,7 +41,8 @@ struct HeldSums {
 };
 
 // Block (group, chunk) takes the rows chunk * kRows + team + k * chunks * kRows of its group, k = 0, 1, ...: a stride
-// that is a multiple of a pack keeps every thread on the same columns also where rows are not aligned. op(row, sums).
+// that is a multiple of a pack keeps every thread on the same columns also where rows are not aligned. op(row,
+// op.Parameters(row), sums).
 template <class P, int kV, bool kAligned, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads)
     RowLoopKernel(const Op op, const Geometry shape, const SumResults<A> results) {
@@ -51,9 +52,11 @@ __global__ void __launch_bounds__(P::kThreads)
   const int64_t first = group * shape.rows_per_group, end = first + shape.rows_per_group;
   RowType row(shape);
   HeldSums<RowType, A, P::kPacks> sums;
+  row.MoveTo(min(first + int64_t{chunk} * P::kRows + row.Team(), end - 1), end);
+  const auto parameters = op.Parameters(row);  // the same for all these rows
   for (int64_t base = first + int64_t{chunk} * P::kRows; base < end; base += int64_t{chunks} * P::kRows) {
     row.MoveTo(base + row.Team(), end);
-    op(row, sums);
+    op(row, parameters, sums);
   }
   // A team without a row of its own in this chunk still adds zeros, in the columns where its first row would lie.
   row.MoveTo(min(first + int64_t{chunk} * P::kRows + row.Team(), end - 1), end);
@@ -89,7 +92,7 @@ bool RowLoopFits(const RowShape& shape, int64_t chunks) {
   return packs <= 512 * 4 && (aligned || chunks * shape.columns % kV == 0);
 }
 
-// Runs op(row, sums) over the rows and puts the sums over each group's rows into the results.
+// Runs op(row, op.Parameters(row), sums) over the rows and puts the sums over each group's rows into the results.
 template <class T, class U, class A, class Op>
 cudaError_t LaunchRowLoop(cudaStream_t stream, const Op& op, const RowShape& shape, const SumResults<A>& results) {
   using Placements = std::conditional_t<std::is_same_v<T, U>, RowLoopPlacements, MixedRowLoopPlacements>;

@@ -46,11 +46,14 @@ struct NormBackwardOp {
   const A *mean, *rstd;
   T* dx;
 
-  __device__ void operator()(auto& row, auto&... sums_of_columns) const {
+  __device__ auto Parameters(const auto& row) const { return row.HoldParameter(scale, A{1}); }
+  __device__ void operator()(auto& row) const { (*this)(row, row.LoadParameter(scale, A{1})); }
+
+  __device__ void operator()(auto& row, const auto& scales, auto&... sums_of_columns) const {
     const A m = kCentred ? mean[row.index] : A{0}, r = rstd[row.index];
     const auto normalised = rows::Map([=](A value) { return (value - m) * r; }, row.Load(x));
     const auto cotangent = row.Load(dy);
-    const auto gradient = rows::Map([](A g, A s) { return g * s; }, cotangent, row.LoadParameter(scale, A{1}));
+    const auto gradient = rows::Map([](A g, A s) { return g * s; }, cotangent, scales);
     const auto product = rows::Map([](A g, A x_hat) { return g * x_hat; }, gradient, normalised);
     const auto sums = row.template Reduce<rows::Sum>(gradient, product);
     const A share = rows::Reciprocal(static_cast<A>(row.columns));
