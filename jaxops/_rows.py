@@ -113,16 +113,17 @@ class _Layout:
         return jnp.transpose(x, np.argsort(self.order))
 
 
-def _chunks(rows: int, columns: int) -> int:
+def _chunks(rows: int, columns: int, itemsize: int) -> int:
     """Into how many partial sums the parameter gradients of a group's rows are split.
 
-    On a GPU each is a block's: enough blocks to fill an H200 (132 multiprocessors) and at least 8 rows each. Where rows
-    are no multiple of 8 elements, a multiple of 8 blocks keeps each thread on the same columns. Depends on nothing
-    but the shape, so that results do not depend on the device.
+    On a GPU each is a block's, and one wave of blocks is best (TUNING.md): as many as an H200's 132 multiprocessors
+    hold at once, but at least 8 rows each. Where rows are no multiple of 8 elements, a multiple of 8 blocks keeps each
+    thread on the same columns. Depends on nothing but the operands, so that results do not depend on the device.
     """
-    if columns > 16384:  # the columns themselves make enough blocks
+    row_bytes = columns * itemsize
+    if row_bytes > 32768:  # more than a block holds; there the columns themselves make enough blocks
         return min(8, max(1, rows // 8))
-    full = 792 if columns <= 2048 else 528 if columns <= 4096 else 264 if columns <= 8192 else 132
+    full = 656 if row_bytes <= 1024 else 528 if row_bytes <= 4096 else 264 if row_bytes <= 8192 else 132
     chunks = min(full, max(1, rows // 8))
     return chunks if columns % 8 == 0 or chunks < 8 else chunks // 8 * 8
 
@@ -204,7 +205,9 @@ class RowKernel(Kernel):
         if "parameter" in kinds:  # the handlers' workspace stands before the parameter gradients
             groups, rows, columns, inner = layout.sizes
             first = kinds.index("parameter")
-            workspace = (kinds.count("parameter"), groups, _chunks(rows * inner, columns), columns)
+            widest = max(x.dtype.itemsize for slot, x in zip(slots, operands, strict=True) if slot.kind == "full")
+            chunks = _chunks(rows * inner, columns, widest)
+            workspace = (kinds.count("parameter"), groups, chunks, columns)
             shapes.insert(first, jax.ShapeDtypeStruct(workspace, shapes[first].dtype))
         if any(slot.optional for slot in (*self.operands, *self.results)):
             attributes["has_scale"] = "scale" in has or "dscale" in has
