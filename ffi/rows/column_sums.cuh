@@ -23,8 +23,6 @@ template <class A>
 struct SumResults {
   int64_t chunks;
   A *workspace, *first, *second;
-
-  int planes() const { return (first != nullptr) + (second != nullptr); }
 };
 
 // Rows of adjacent elements: a warp takes 32 columns, the 8 warps of a block every eighth row of the chunk.
@@ -68,24 +66,32 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
+// Adds up the chunks in the workspace, in double: a block takes 32 sums, each of its warps every eighth chunk.
 template <class A>
 __global__ void __launch_bounds__(kSumThreads) AddChunksKernel(const RowShape shape, const SumResults<A> results) {
-  const int64_t sums = shape.groups * shape.columns, k = blockIdx.x * int64_t{kSumThreads} + threadIdx.x;
+  constexpr int kWarps = kSumThreads / 32;
+  const int planes = (results.first != nullptr) + (results.second != nullptr), warp = threadIdx.x / 32;
+  const int64_t sums = shape.groups * shape.columns, k = blockIdx.x * int64_t{32} + threadIdx.x % 32;
   const int64_t plane = k / sums, group = k % sums / shape.columns, column = k % shape.columns;
-  A* const result = plane == 0 && results.first ? results.first : results.second;
-  if (plane >= (results.first != nullptr) + (results.second != nullptr)) return;
-  const A* const parts = results.workspace + (plane * shape.groups + group) * results.chunks * shape.columns + column;
-  A total = 0;
-  for (int64_t chunk = 0; chunk < results.chunks; ++chunk) total += parts[chunk * shape.columns];
-  result[k % sums] = total;
+  __shared__ double shared[kWarps][32];
+  double total = 0;
+  if (plane < planes) {
+    const A* const parts = results.workspace + (plane * shape.groups + group) * results.chunks * shape.columns + column;
+    for (int64_t chunk = warp; chunk < results.chunks; chunk += kWarps) total += parts[chunk * shape.columns];
+  }
+  shared[warp][threadIdx.x % 32] = total;
+  __syncthreads();
+  if (warp > 0 || plane >= planes) return;
+  for (int w = 1; w < kWarps; ++w) total += shared[w][threadIdx.x];
+  (plane == 0 && results.first ? results.first : results.second)[k % sums] = static_cast<A>(total);
 }
 
-// Adds up the chunks in the workspace.
 template <class A>
 cudaError_t LaunchAddChunks(cudaStream_t stream, const RowShape& shape, const SumResults<A>& results) {
-  const int64_t sums = shape.groups * shape.columns * results.planes();
+  const int64_t planes = (results.first != nullptr) + (results.second != nullptr);
+  const int64_t sums = shape.groups * shape.columns * planes;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((sums + kSumThreads - 1) / kSumThreads));
+  config.gridDim = dim3(static_cast<unsigned>((sums + 31) / 32));
   config.blockDim = dim3(kSumThreads);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, AddChunksKernel<A>, shape, results);
