@@ -92,7 +92,7 @@ class WallClock:
 class LatencyClock:
     """Seconds a call by the host's clock, each call awaited before the next, as in a loop that uses its results.
 
-    Calls enqueued back to back would write to ever different buffers, and XLA would patch its CUDA graph before each.
+    Chains of calls enqueued back to back give other ratios (TUNING.md).
     """
 
     name = "wall clock, one call at a time"
