@@ -1,10 +1,12 @@
-# make build | test | demo | bench OP=softmax | fmt | lint
+# make build | test | demo | bench OP=softmax | sanitize-gpu | fmt | lint
 # PYTHON chooses the interpreter (3.11 or newer), JAX a version of jax (0.10.0, 0.11.2, ...; default: the newest
-# supported one); each pair gets an environment of its own. ARGS is handed to the demo, the tests and the benchmarks.
+# supported one); each pair gets an environment of its own. CUDA=OFF leaves the GPU half out. ARGS is handed to the demo,
+# the tests and the benchmarks.
 PYTHON ?= python3
 JAX ?=
 ARGS ?=
 OP ?= all
+CUDA ?=
 CUDA_ARCHITECTURES ?=
 
 python_version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -14,7 +16,7 @@ python := $(VENV)/bin/python
 jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
 headers := build/ffi_headers
 
-.PHONY: build test demo bench fmt lint clean
+.PHONY: build test demo bench sanitize-gpu fmt lint clean
 .DEFAULT_GOAL := build
 
 $(VENV)/ready: pyproject.toml
@@ -33,6 +35,7 @@ $(headers)/ready: pyproject.toml | $(VENV)/ready
 build: $(VENV)/ready $(headers)/ready
 	$(python) -m pip install --quiet --no-build-isolation --no-deps --editable . \
 	  --config-settings=cmake.define.JAXOPS_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
+	  $(if $(CUDA),--config-settings=cmake.define.JAXOPS_CUDA=$(CUDA)) \
 	  $(if $(CUDA_ARCHITECTURES),--config-settings='cmake.define.JAXOPS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)')
 
 test: build
@@ -43,6 +46,15 @@ demo: build
 
 bench: build
 	$(python) -m benchmarks $(OP) $(ARGS)
+
+# The tests that visit every placement of the row kernels, under compute-sanitizer, on a GPU.
+placements := every_row_length or every_strided or every_combination or residual or bias_gradient
+sanitize-gpu: build
+	for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --kernel-regex kns=jaxops --print-limit 5 --error-exitcode 1 \
+	    $(python) -m pytest -q tests/test_softmax.py tests/test_norm.py tests/test_logits.py \
+	    -k "($(placements)) and not float64" $(ARGS) || exit 1; \
+	done
 
 cxx_sources = $(shell find ffi -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 

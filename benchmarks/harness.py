@@ -214,6 +214,7 @@ class Task:
     work: float
     unit: str
     ceiling: float | Callable[[], Calls]
+    differentiable: int | None = None  # how many operands, from the first, have gradients; None: all
 
     @property
     def label(self) -> str:
@@ -226,8 +227,19 @@ class Task:
         seeds = range(1, copies(first))
         if self.direction == "forward":
             return Calls(compiled(function), [first, *map(self.draw, seeds)])
-        forward = jax.jit(lambda *operands: jax.vjp(function, *operands))
-        cotangent = jax.jit(lambda y: jax.random.normal(jax.random.key(1), y.shape, jnp.float32).astype(y.dtype))
+
+        @jax.jit
+        def forward(*operands):
+            varied, fixed = operands[: self.differentiable], operands[len(operands[: self.differentiable]) :]
+            return jax.vjp(lambda *varied: function(*varied, *fixed), *varied)
+
+        @jax.jit
+        def cotangent(y):
+            def draw(y):
+                return jax.random.normal(jax.random.key(1), y.shape, jnp.float32).astype(y.dtype)
+
+            return jax.tree.map(draw, y)
+
         sets = []
         for operands in itertools.chain([first], map(self.draw, seeds)):
             y, pullback = forward(*operands)

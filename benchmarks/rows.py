@@ -1,7 +1,8 @@
 """softmax, log_softmax, layer_norm and rms_norm: bytes a second, beside the ceiling of XLA's elementwise kernels.
 
 Effective bytes are the fewest that an op must move: forward reads x and writes y, 2 N; backward reads two tensors and
-writes one, 3 N. The ceilings move as many: -x over f32 words (1 read : 1 write) and x + y (2 reads : 1 write).
+writes one, 3 N; `Form` says what its options add or spare. The ceilings move as many: -x over f32 words (1 read :
+1 write) and x + y (2 reads : 1 write).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxops
 from benchmarks import harness
 from jaxops._comparison import COMPARISONS
 
@@ -48,6 +52,107 @@ AXIS_CASES = {
     "gpu": (Case((64, 1024, 1024), 1), Case((256, 128, 32, 32), 1), Case((65536, 1024), 0)),
     "cpu": (Case((16, 256, 1024), 1), Case((4096, 1024), 0)),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """An op with options.
+
+    operands: from a generator and a dtype. differentiable: how many of them, from the first, have gradients. tensors:
+    what is read and written forward and backward, in sizes of the first operand; broadcast operands not counted.
+    """
+
+    op: str
+    name: str
+    ours: Callable[..., Any]
+    reference: Callable[..., Any]
+    operands: Callable[[Any, np.dtype], tuple]
+    differentiable: int
+    tensors: tuple[float, float]
+
+
+#: Attention logits: batch, heads, queries, keys.
+ATTENTION = {"gpu": (8, 16, 1024, 1024), "cpu": (2, 4, 256, 256)}
+SCALE = 0.125
+
+
+def _shape():
+    return ATTENTION["cpu" if jax.default_backend() == "cpu" else "gpu"]
+
+
+def _scores(rng, dtype):
+    return (8 * rng.standard_normal(_shape())).astype(dtype)
+
+
+def _padding(rng):
+    """Which keys of each batch element are there: about 7 in 8."""
+    batch, _, _, keys = _shape()
+    return rng.standard_normal((batch, 1, 1, keys)) < 1.15
+
+
+def _biased(rng, dtype):
+    _, heads, queries, keys = _shape()
+    bias = rng.standard_normal((1, heads, queries, keys)).astype(dtype)
+    return _scores(rng, dtype), bias, _padding(rng)
+
+
+def _masked_by_hand(scores):
+    visible = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jax.nn.softmax(jnp.where(visible, scores * SCALE, jnp.finfo(scores.dtype).min))
+
+
+def _residual_operands(op):
+    def operands(rng, dtype):
+        size = SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"] // np.dtype(dtype).itemsize
+        shape = (size // 4096, 4096)
+        x, *parameters = COMPARISONS[op].operands(rng, shape, dtype)
+        return (x, rng.standard_normal(shape).astype(dtype), *parameters)
+
+    return operands
+
+
+def _residual_form(op):
+    def ours(x, residual, *parameters):
+        return getattr(jaxops, op)(x, *parameters, residual=residual, dtype=x.dtype)
+
+    def reference(x, residual, *parameters):
+        return COMPARISONS[op].reference(x + residual, *parameters), x + residual
+
+    operands = _residual_operands(op)
+    return Form(op, "residual", ours, reference, operands, 4 if op == "layer_norm" else 3, (4, 4))
+
+
+FORMS = (
+    Form(
+        "softmax",
+        "scale causal",
+        lambda s: jaxops.softmax(s, scale=SCALE, causal=True),
+        _masked_by_hand,
+        lambda rng, dtype: (_scores(rng, dtype),),
+        1,
+        (1.5, 2),
+    ),
+    Form(
+        "softmax",
+        "scale where",
+        lambda s, pad: jaxops.softmax(s, where=pad, scale=SCALE),
+        lambda s, pad: jax.nn.softmax(s * SCALE, where=pad),
+        lambda rng, dtype: (_scores(rng, dtype), _padding(rng)),
+        1,
+        (2, 3),
+    ),
+    Form(
+        "softmax",
+        "scale bias where",
+        lambda s, bias, pad: jaxops.softmax(s, where=pad, scale=SCALE, bias=bias),
+        lambda s, bias, pad: jax.nn.softmax(s * SCALE + bias, where=pad),
+        _biased,
+        2,
+        (2, 3),
+    ),
+    _residual_form("layer_norm"),
+    _residual_form("rms_norm"),
+)
 
 
 def cases(op: str, dtype: str, quick: bool) -> list[Case]:
@@ -99,6 +204,28 @@ def tasks(op: str, settings: harness.Settings) -> list[harness.Task]:
                         work=tensors * size,
                         unit="TB/s",
                         ceiling=functools.partial(ceiling, size, direction),
+                    )
+                )
+        for form in FORMS:
+            if form.op != op or settings.quick:
+                continue
+            draw = harness.drawing(functools.partial(form.operands, dtype=np.dtype(dtype)))
+            first = jax.eval_shape(draw, 0)[0]
+            size = math.prod(first.shape) * first.dtype.itemsize
+            for direction, tensors, moved in zip(("forward", "backward"), form.tensors, (2, 3), strict=True):
+                found.append(
+                    harness.Task(
+                        op=op,
+                        direction=direction,
+                        shape=f"{'x'.join(map(str, first.shape))} {form.name}",
+                        dtype=dtype,
+                        ours=form.ours,
+                        reference=form.reference,
+                        draw=draw,
+                        work=tensors * size,
+                        unit="TB/s",
+                        ceiling=functools.partial(ceiling, int(tensors * size / moved), direction),
+                        differentiable=form.differentiable,
                     )
                 )
     return found

@@ -15,7 +15,7 @@ from jax.interpreters import batching, mlir, xla
 
 # The version of the handlers' calling convention; part of every target's name, so that an exported program which
 # names an older convention fails to find its target instead of calling a newer one wrongly.
-CALLING_CONVENTION = 1
+CALLING_CONVENTION = 2
 
 #: Every kernel by name, in the order of declaration.
 KERNELS: dict[str, Kernel] = {}

@@ -6,20 +6,26 @@ import contract
 import jax.numpy as jnp
 import numpy as np
 
-# Capacities are powers of two, counted in packs of V = 8, 4 or 2 elements. A row whose length is no multiple of V may
-# begin anywhere in a pack, which costs up to 2 V - 1 elements of the capacity.
+# Capacities are 1, 3 or 5 times a power of two, counted in packs of V = 8, 4 or 2 elements. A row whose length is no
+# multiple of V may begin anywhere in a pack, which costs up to 2 V - 1 elements of the capacity.
 _AROUND = (-7, -6, -3, -2, -1, 0, 1, 8)
+_NEAR = (-7, 0, 1, 8)
 
 #: Lengths of rows of adjacent elements, aligned and unaligned, on both sides of every capacity.
-COLUMNS = sorted({2**k + d for k in range(3, 16) for d in _AROUND} | {1, 2, 3, 4, 5, 6, 65536, 69999, 70000})
+COLUMNS = sorted(
+    {2**k + d for k in range(3, 16) for d in _AROUND}
+    | {n * 2**k + d for n in (3, 5) for k in range(6, 13) for d in _NEAR}
+    | {1, 2, 3, 4, 5, 6, 65536, 69999, 70000, 131065, 131072, 131073, 262144, 262145, 524288, 524297}
+)
 
 #: Shapes [outer, length, inner] of rows whose elements lie `inner` apart: lengths around the capacities of their
-#: placements, inner sizes below, at and above a warp; normalised over axis 1.
+#: placements, inner sizes that are a multiple of a pack or not; normalised over axis 1.
 STRIDED = [
     (outer, length, inner)
     for length in (1, 2, 3, 7, 8, 9, 127, 128, 129, 500, 1023, 1024, 1025, 1500)
     for outer, inner in ((2, 3), (1, 33))
 ] + [(2, 130, 2), (3, 40, 31), (1, 40, 32), (2, 5, 100), (1, 2000, 2)]
+STRIDED += [(1, 2**k + d, 8) for k in range(6, 17) for d in (0, 1)] + [(3, 65, 72), (2, 513, 40), (1, 1024, 136)]
 
 
 def edged(rng, shape, dtype, axis, edge):

@@ -212,47 +212,90 @@ def test_signature(name):
 
 # --- the handlers' own checks, behind those of Python ---
 
-F32, I32, F64 = np.float32, np.int32, np.float64
-ROWS, FLAGS = (2, 3, 4, 1), {"has_scale": True, "has_bias": False}
-FORWARD = FLAGS | {"epsilon": 1e-6}
+F32, I32, BF16, BOOL = np.float32, np.int32, jnp.bfloat16, np.bool_
+SHAPE, ROW, COLUMN = (2, 3, 4), (2, 3, 1), (1, 1, 4)
+FULL, STATISTIC, PARAMETER = (SHAPE, F32), (ROW, F32), (COLUMN, F32)
+WORKSPACE = ((1, 1, 2, 4), F32)
+AXES = {"axes": np.array([2])}
+LOGITS = AXES | {"query_axis": np.int64(-1), "key_axis": np.int64(-1)}
+LOGITS |= {"has_scale": False, "has_bias": False, "has_where": False}
+LOGITS_BACKWARD = LOGITS | {"masked": False, "has_dbias": False}
+DBIAS = LOGITS_BACKWARD | {"has_dbias": True}
+NORM = AXES | {"has_residual": False, "has_scale": True, "has_bias": False, "has_where": False, "epsilon": 1e-6}
+RESIDUAL = NORM | {"has_residual": True}
+NORM_BACKWARD = AXES | {
+    "has_scale": True,
+    "has_where": False,
+    "has_dsum": False,
+    "has_dscale": True,
+    "has_dbias": False,
+}
+RMS_BACKWARD = [FULL, PARAMETER, STATISTIC, FULL]
+
+
+def causal(query, key):
+    return LOGITS | {"query_axis": np.int64(query), "key_axis": np.int64(key)}
+
+
+#: Kernel, operands, results and attributes of wrong calls.
 HANDLER_CASES = {
-    "rank": ("softmax_fwd", [((3, 4), F32)], [((3, 4), F32)], {}),
-    "rank 0": ("softmax_fwd", [((), F32)], [((), F32)], {}),
-    "result's shape": ("softmax_fwd", [(ROWS, F32)], [((2, 3, 5, 1), F32)], {}),
-    "result's rank": ("log_softmax_fwd", [(ROWS, F32)], [((24,), F32)], {}),
-    "integers": ("softmax_fwd", [(ROWS, I32)], [(ROWS, I32)], {}),
-    "result's dtype": ("softmax_fwd", [(ROWS, F32)], [(ROWS, I32)], {}),
-    "too few operands": ("softmax_bwd", [(ROWS, F32)], [(ROWS, F32)], {}),
-    "too many operands": ("softmax_fwd", [(ROWS, F32)] * 2, [(ROWS, F32)], {}),
-    "operands' shapes": ("softmax_bwd", [(ROWS, F32), ((2, 3, 3, 1), F32)], [(ROWS, F32)], {}),
-    "too many results": ("log_softmax_bwd", [(ROWS, F32)] * 2, [(ROWS, F32)] * 2, {}),
-    "attributes": ("layer_norm_fwd", [(ROWS, F32), ((1, 4), F32)], [(ROWS, F32)] + [((2, 3, 1), F32)] * 2, FLAGS),
-    "attribute's type": (
+    "axes beyond the rank": ("softmax_fwd", [((3,), F32)], [((3,), F32)], LOGITS),
+    "a negative axis": ("softmax_fwd", [FULL], [FULL], LOGITS | {"axes": np.array([-1])}),
+    "an axis twice": ("log_softmax_fwd", [FULL], [FULL], LOGITS | {"axes": np.array([1, 1])}),
+    "axes of another type": ("softmax_fwd", [FULL], [FULL], LOGITS | {"axes": np.array([2], F32)}),
+    "rank 0": ("softmax_fwd", [((), F32)], [((), F32)], LOGITS),
+    "result's shape": ("softmax_fwd", [FULL], [((2, 3, 5), F32)], LOGITS),
+    "result's rank": ("log_softmax_fwd", [FULL], [((24,), F32)], LOGITS),
+    "integers": ("softmax_fwd", [(SHAPE, I32)], [(SHAPE, I32)], LOGITS),
+    "result's dtype": ("softmax_fwd", [FULL], [(SHAPE, I32)], LOGITS),
+    "too few operands": ("softmax_bwd", [FULL], [FULL], LOGITS_BACKWARD),
+    "too many operands": ("softmax_fwd", [FULL, FULL], [FULL], LOGITS),
+    "no attributes": ("softmax_fwd", [FULL], [FULL], {}),
+    "dy's shape": ("softmax_bwd", [FULL, ((2, 3, 3), F32)], [FULL], LOGITS_BACKWARD),
+    "too many results": ("log_softmax_bwd", [FULL, FULL], [FULL, FULL], LOGITS_BACKWARD),
+    "no such query axis": ("softmax_fwd", [FULL], [FULL], causal(3, 2)),
+    "no such key axis": ("softmax_fwd", [FULL], [FULL], causal(1, -1)),
+    "queries that are keys": ("log_softmax_fwd", [FULL], [FULL], causal(1, 1)),
+    "no scale": ("softmax_fwd", [FULL], [FULL], LOGITS | {"has_scale": True}),
+    "scale's dtype": ("softmax_fwd", [FULL, ((1, 1, 1), BF16)], [FULL], LOGITS | {"has_scale": True}),
+    "bias's shape": ("softmax_fwd", [FULL, ((1, 2, 4), F32)], [FULL], LOGITS | {"has_bias": True}),
+    "bias's rank": ("log_softmax_fwd", [FULL, ((4,), F32)], [FULL], LOGITS | {"has_bias": True}),
+    "bias's dtype": ("softmax_fwd", [FULL, (COLUMN, I32)], [FULL], LOGITS | {"has_bias": True}),
+    "where's dtype": ("log_softmax_fwd", [FULL, PARAMETER], [FULL], LOGITS | {"has_where": True}),
+    "where's shape": ("softmax_fwd", [FULL, ((2, 3, 3), BOOL)], [FULL], LOGITS | {"has_where": True}),
+    "dbias without workspace": ("softmax_bwd", [FULL, FULL], [FULL, PARAMETER], DBIAS),
+    "dbias's shape": ("softmax_bwd", [FULL, FULL], [FULL, WORKSPACE, STATISTIC], DBIAS),
+    "dbias's dtype": ("log_softmax_bwd", [FULL, FULL], [FULL, WORKSPACE, (COLUMN, BF16)], DBIAS),
+    "workspace's groups": ("log_softmax_bwd", [FULL, FULL], [FULL, WORKSPACE, ((1, 3, 4), F32)], DBIAS),
+    "too few attributes": ("layer_norm_fwd", [FULL, PARAMETER], [FULL, STATISTIC, STATISTIC], AXES),
+    "attribute's type": ("rms_norm_fwd", [FULL, PARAMETER], [FULL, STATISTIC], NORM | {"has_scale": 1.5}),
+    "scale's shape": ("rms_norm_fwd", [FULL, ((1, 1, 5), F32)], [FULL, STATISTIC], NORM),
+    "scale's rows": ("rms_norm_fwd", [FULL, ((3, 1, 4), F32)], [FULL, STATISTIC], NORM),
+    "scale's rank": ("rms_norm_fwd", [FULL, ((4,), F32)], [FULL, STATISTIC], NORM),
+    "dtype of a norm's scale": ("rms_norm_fwd", [FULL, (COLUMN, I32)], [FULL, STATISTIC], NORM),
+    "no scale of a norm": ("rms_norm_fwd", [FULL], [FULL, STATISTIC], NORM),
+    "a scale too many": ("rms_norm_fwd", [FULL, PARAMETER, PARAMETER], [FULL, STATISTIC], NORM),
+    "rstd's shape": ("rms_norm_fwd", [FULL, PARAMETER], [FULL, ((2, 4, 1), F32)], NORM),
+    "no mean": ("layer_norm_fwd", [FULL, PARAMETER], [FULL, STATISTIC], NORM),
+    "residual's dtype": ("rms_norm_fwd", [FULL, (SHAPE, BF16), PARAMETER], [FULL, FULL, STATISTIC], RESIDUAL),
+    "residual's shape": (
         "rms_norm_fwd",
-        [(ROWS, F32), ((1, 4), F32)],
-        [(ROWS, F32), ((2, 3, 1), F32)],
-        FORWARD | {"has_scale": 1.5},
+        [FULL] + [PARAMETER] * 2,
+        [FULL, FULL, STATISTIC],
+        NORM | {"has_residual": True},
     ),
-    "scale's shape": ("rms_norm_fwd", [(ROWS, F32), ((1, 5), F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
-    "scale's groups": ("rms_norm_fwd", [(ROWS, F32), ((3, 4), F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
-    "scale's rank": ("rms_norm_fwd", [(ROWS, F32), ((4,), F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
-    "scale's dtype": ("rms_norm_fwd", [(ROWS, F32), ((1, 4), I32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
-    "no scale": ("rms_norm_fwd", [(ROWS, F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
-    "a scale too many": ("rms_norm_fwd", [(ROWS, F32)] + [((1, 4), F32)] * 2, [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
-    "rstd's shape": ("rms_norm_fwd", [(ROWS, F32), ((1, 4), F32)], [(ROWS, F32), ((2, 4, 1), F32)], FORWARD),
-    "no mean": ("layer_norm_fwd", [(ROWS, F32), ((1, 4), F32)], [(ROWS, F32), ((2, 3, 1), F32)], FORWARD),
-    "workspace's rank": (
-        "rms_norm_bwd",
-        [(ROWS, F32), ((1, 4), F32), ((2, 3, 1), F32), (ROWS, F32)],
-        [(ROWS, F32), ((8,), F32), ((2, 4), F32)],
-        FLAGS,
+    "no sum": ("rms_norm_fwd", [FULL, FULL, PARAMETER], [FULL, STATISTIC], RESIDUAL),
+    "dsum's dtype": ("rms_norm_bwd", [*RMS_BACKWARD, (SHAPE, BF16)], [FULL], NORM_BACKWARD | {"has_dsum": True}),
+    "dx's dtype": ("rms_norm_bwd", RMS_BACKWARD, [(SHAPE, BF16), WORKSPACE, PARAMETER], NORM_BACKWARD),
+    "dscale and dbias apart": (
+        "layer_norm_bwd",
+        [FULL, PARAMETER, STATISTIC, STATISTIC, FULL],
+        [FULL, ((2, 1, 2, 4), F32), PARAMETER, ((1, 3, 4), F32)],
+        NORM_BACKWARD | {"has_dbias": True},
     ),
-    "workspace without chunks": (
-        "rms_norm_bwd",
-        [(ROWS, F32), ((1, 4), F32), ((2, 3, 1), F32), (ROWS, F32)],
-        [(ROWS, F32), ((1, 2, 0, 4), F32), ((2, 4), F32)],
-        FLAGS,
-    ),
+    "workspace's rank": ("rms_norm_bwd", RMS_BACKWARD, [FULL, ((8,), F32), PARAMETER], NORM_BACKWARD),
+    "workspace without chunks": ("rms_norm_bwd", RMS_BACKWARD, [FULL, ((1, 1, 0, 4), F32), PARAMETER], NORM_BACKWARD),
+    "workspace's dtype": ("rms_norm_bwd", RMS_BACKWARD, [FULL, ((1, 1, 2, 4), BF16), PARAMETER], NORM_BACKWARD),
 }
 
 

@@ -1,5 +1,8 @@
 """layer_norm and rms_norm: what is theirs beyond the contract."""
 
+import functools
+import itertools
+
 import contract
 import flax.linen as nn
 import jax
@@ -46,15 +49,21 @@ def run(function, *operands, cotangent):
     return jax.jit(lambda *xs: value_and_gradients(function, xs[:-1], xs[-1]))(*operands, jnp.asarray(cotangent))
 
 
-def closed_form(op, x, scale, bias, dy, axis=-1, epsilon=1e-6):
-    """Value and gradients of x, scale and bias in float64; parameters have x's rank."""
+def closed_form(op, x, scale, bias, dy, axis=-1, epsilon=1e-6, where=True):
+    """Value and gradients of x, scale and bias in float64; parameters have x's rank; the statistics count `where`."""
     judge = np.longdouble if np.asarray(x).dtype == np.float64 else np.float64
     x, scale, dy = (np.asarray(v).astype(judge) for v in (x, scale, dy))
-    mean = x.mean(axis, keepdims=True) if op == "layer_norm" else 0.0
-    rstd = 1 / np.sqrt(np.square(x - mean).mean(axis, keepdims=True) + epsilon)
-    normal, g = (x - mean) * rstd, dy * scale
-    dx = g - normal * (g * normal).mean(axis, keepdims=True)
-    dx = rstd * (dx - g.mean(axis, keepdims=True) if op == "layer_norm" else dx)
+    counted = np.broadcast_to(where, x.shape)
+
+    def total(values):
+        return values.sum(axis, keepdims=True)
+
+    with np.errstate(invalid="ignore"):  # rows that count nothing
+        mean = total(x * counted) / total(counted) if op == "layer_norm" else 0.0
+        rstd = 1 / np.sqrt(total(np.square(x - mean) * counted) / total(counted) + epsilon)
+        normal, g = (x - mean) * rstd, dy * scale
+        through = normal * total(g * normal) + (total(g) if op == "layer_norm" else 0)
+        dx = rstd * (g - counted / total(counted) * through)
     summed = tuple(a for a in range(x.ndim) if scale.shape[a] == 1 and x.shape[a] != 1)
     dscale, dbias = ((dy * normal).sum(summed, keepdims=True), dy.sum(summed, keepdims=True))
     value = normal * scale + (0 if bias is None else wide(bias))
@@ -306,12 +315,174 @@ def test_residual_promotes(op):
     assert (y.dtype, total.dtype) == (np.float32, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_gradients(dtype, rng):
+    """Every form of mask and of axes, with and without parameters, against the closed form."""
+    shape = (3, 4, 5, 6)
+    cases = []
+    for mask_shape in ((3, 1, 1, 6), (5, 6), (4, 1, 6), shape, (3, 4, 1, 1)):
+        for axes in ((3,), (1, 2), (1, 3), (0, 2), (0, 1, 2, 3)):
+            mask = rng.random(mask_shape) < 0.7
+            mask[(0,) * mask.ndim] = True
+            expanded = [d if a in axes else 1 for a, d in enumerate(shape)]
+            cases.append((mask, axes, expanded))
+    operands = []
+    for _, axes, _ in cases:
+        x = jnp.asarray((2 * rng.standard_normal(shape) + 1).astype(dtype))
+        given = parameters("layer_norm", rng, [shape[a] for a in axes])
+        operands.append((x, *given, jnp.asarray(rng.standard_normal(shape).astype(dtype))))
+
+    @jax.jit
+    def run_all(operands):
+        return [
+            value_and_gradients(
+                lambda *v, m=mask, a=axes: jaxops.layer_norm(*v, axis=a, where=m, dtype=dtype), xs[:-1], xs[-1]
+            )
+            for (mask, axes, _), xs in zip(cases, operands, strict=True)
+        ]
+
+    for (mask, axes, expanded), xs, got in zip(cases, operands, run_all(operands), strict=True):
+        given = [np.asarray(p).reshape(expanded) for p in xs[1:3]]
+        wanted = closed_form("layer_norm", xs[0], *given, xs[3], axes, where=mask)
+        empty = np.broadcast_to(~mask, shape).all(axes, keepdims=True)
+        what = f"where {mask.shape}, axes {axes}"
+        for i in range(2):
+            rows = np.broadcast_to(empty, shape)
+            assert np.isnan(np.asarray(got[i])[rows].astype(np.float64)).all(), what
+            # Where few positions count, others can lie far outside their spread: errors are those of the row's largest.
+            assert_matches(np.where(rows, 0, got[i]), np.where(rows, 0, wanted[i]), f"{what}: result {i}", 16)
+        for i in range(2, 4):
+            target = wanted[i].reshape(got[i].shape)
+            if not np.isnan(target).any():
+                assert_matches(got[i], target, f"{what}: result {i}", 16)
+
+
 def test_residual_with_where(rng):
     x, residual = (jnp.asarray(rng.standard_normal((3, 8)), jnp.float32) for _ in range(2))
     mask = np.array([1, 1, 0, 1, 0, 1, 1, 0], bool)
     y, total = jaxops.layer_norm(x, where=mask, residual=residual)
     np.testing.assert_array_equal(total, x + residual)
     np.testing.assert_array_equal(y, jaxops.layer_norm(total, where=mask))
+
+
+@every_op
+@pytest.mark.parametrize("axis", [-1, 0, (0, 2)], ids=str)
+def test_either_result_of_residual(op, axis, rng):
+    """Gradients through the normalised array alone, the sum alone, and both; the sum alone costs no kernel."""
+    shape, axes = (12, 4, 15), np.sort(np.atleast_1d(axis) % 3)
+    x, residual, dy, dsum = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(4))
+    given = parameters(op, rng, [shape[a] for a in axes])
+    expanded = [d if a in axes else 1 for a, d in enumerate(shape)]
+    rows = [np.asarray(p).reshape(expanded) for p in given]
+    wanted = closed_form(op, x + residual, *(*rows, None)[:2], dy, tuple(axes.tolist()))[1:]
+
+    def total(use_y, use_sum):
+        def function(x, residual, *given):
+            y, total = call(op, x, *given, axis=axis, residual=residual)
+            return (jnp.vdot(y, dy) if use_y else 0.0) + (jnp.vdot(total, dsum) if use_sum else 0.0)
+
+        return jax.grad(function, tuple(range(2 + len(given))))
+
+    for use_y, use_sum in ((True, False), (False, True), (True, True)):
+        gradients = total(use_y, use_sum)
+        got = jax.jit(gradients)(x, residual, *given)
+        target = use_y * wanted[0] + use_sum * wide(dsum)
+        for gotten in got[:2]:
+            assert_matches(gotten, target, "gradient", contract.GRADIENT_ROUNDING)
+        for gotten, parameter in zip(got[2:], wanted[1:], strict=True):
+            target = use_y * parameter.reshape(gotten.shape)
+            assert_matches(gotten, target, "parameter gradient", 2 * contract.GRADIENT_ROUNDING)
+        assert contract.count_launches(gradients, x, residual, *given) == 1 + use_y
+
+
+@every_op
+def test_residual_of_other_dtypes(op, rng, x64):
+    """The sum has the dtype to which both promote, gradients the operands'; a wider result widens nothing else."""
+    for a, b, result in (
+        ("bfloat16", "float32", None),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float16", "bfloat16", None),
+        ("bfloat16", "bfloat16", "float32"),
+        ("float32", "float32", "float64"),
+        ("float32", "float64", "float32"),
+    ):
+        x, residual = (jnp.asarray(rng.standard_normal((3, 16)).astype(d)) for d in (a, b))
+        pair = functools.partial(call, op, dtype=result)
+        (y, total), pullback = jax.vjp(lambda x, r, pair=pair: pair(x, residual=r), x, residual)
+        assert (y.dtype, total.dtype) == (result or total.dtype, jnp.promote_types(a, b)), (a, b, result)
+        np.testing.assert_array_equal(total, x + residual)
+        dx, dresidual = pullback((jnp.ones_like(y), jnp.ones_like(total)))
+        assert (dx.dtype, dresidual.dtype) == (a, b)
+        wanted = closed_form(op, total, np.ones((1, 16)), None, np.ones((3, 16)))
+        slack = 4 if "float64" in (a, b, result) else 1
+        assert_matches(
+            y, wanted[0], "value", slack * contract.ROUNDING * coarsest(y.dtype, "float32") / coarsest(y.dtype)
+        )
+        for gotten in (dx, dresidual):
+            rounding = slack * contract.GRADIENT_ROUNDING * coarsest(total.dtype) / coarsest(gotten.dtype)
+            assert_matches(gotten, wanted[1] + 1, "gradient", max(rounding, slack * contract.GRADIENT_ROUNDING))
+
+
+@every_op
+@pytest.mark.parametrize("axis", [0, "last"])
+def test_vmap_with_where_and_residual(op, axis, rng):
+    """Any operands mapped: as a loop, values and gradients, in as many launches."""
+    last = axis == "last"
+    shapes = (
+        {"x": (3, 6), "residual": (3, 6), "where": (6,)} if op == "layer_norm" else {"x": (3, 6), "residual": (3, 6)}
+    )
+    scale = jnp.asarray(1 + 0.3 * rng.standard_normal(6), jnp.float32)
+
+    def both(*xs):
+        given = dict(zip(shapes, xs, strict=True))
+        x, residual = given.pop("x"), given.pop("residual")
+        function = lambda x, r, s: call(op, x, s, residual=r, **given)  # noqa: E731
+        value, pullback = jax.vjp(function, x, residual, scale)
+        return value, pullback(jax.tree.map(lambda v: jnp.cos(3 * v), value))
+
+    for count in range(1, len(shapes) + 1):
+        for mapped in itertools.combinations(shapes, count):
+            operands, in_axes = [], []
+            for name, shape in shapes.items():
+                position = (len(shape) if last else 0) if name in mapped else None
+                shape = shape if position is None else (*shape[:position], 4, *shape[position:])
+                values = rng.standard_normal(shape).astype(np.float32)
+                operands.append(jnp.asarray(values > -1 if name == "where" else values))
+                in_axes.append(position)
+            batched = jax.vmap(both, in_axes)
+            got = jax.tree.leaves(jax.jit(batched)(*operands))
+            for i in range(4):
+                single = [v if a is None else jnp.take(v, i, a) for v, a in zip(operands, in_axes, strict=True)]
+                for value, wanted in zip(got, jax.tree.leaves(jax.jit(both)(*single)), strict=True):
+                    np.testing.assert_allclose(value[i], wanted, rtol=2e-5, atol=2e-5, err_msg=str(mapped))
+            assert contract.count_launches(batched, *operands) == contract.count_launches(both, *single) == 2
+
+
+@every_op
+def test_only_wanted_parameter_gradients_are_computed(op, rng):
+    x, given = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32), parameters(op, rng, (8,))
+    wanted = jax.grad(lambda *xs: jnp.sum(call(op, *xs) ** 3), tuple(range(1 + len(given))))(x, *given)
+    for count in range(len(wanted)):
+        for varied in itertools.combinations(range(1, len(wanted)), count):
+            gradients = jax.grad(lambda *xs: jnp.sum(call(op, *xs) ** 3), (0, *varied))
+            (line,) = (
+                line for line in str(jax.make_jaxpr(gradients)(x, *given)).splitlines() if f"jaxops_{op}_bwd" in line
+            )
+            assert line.split("=")[0].count("f32[") == 1 + count
+            for gotten, i in zip(gradients(x, *given), (0, *varied), strict=True):
+                np.testing.assert_allclose(gotten, wanted[i], rtol=1e-5, atol=1e-5)
+
+
+@every_op
+def test_pullbacks_of_one_function(op, rng):
+    """Pullbacks of a jitted function with respect to different operands, all made before any is called."""
+    x, scale = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32), parameters(op, rng, (8,))[0]
+    function = jax.jit(lambda x, scale: call(op, x, scale))
+    dy = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32)
+    wanted = jax.vjp(function, x, scale)[1](dy)
+    of_x, of_scale = jax.vjp(lambda x: function(x, scale), x)[1], jax.vjp(lambda s: function(x, s), scale)[1]
+    np.testing.assert_allclose(of_x(dy)[0], wanted[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_scale(dy)[0], wanted[1], rtol=1e-5, atol=1e-6)
 
 
 # --- every placement of a row; parameter gradients over many rows ---

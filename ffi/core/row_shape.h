@@ -1,39 +1,107 @@
-// The one layout every row kernel sees: [groups, rows, columns, inner], dense, row-major.
-// A row is `columns` elements that lie `inner` apart. Rows of one group share their scale and bias, and their
-// parameter gradients are summed together. jaxops/_rows.py brings any array and any axes into this form.
+// How a row op sees its tensors, whatever their shape and axes: a list of column axes, over which it normalises, and a
+// list of row axes. Every operand and result has x's rank; along an axis where it has size 1 it does not change (an
+// operand) or is summed (a result), so its stride there is 0. Nothing is ever transposed or broadcast in memory.
 #ifndef JAXOPS_CORE_ROW_SHAPE_H_
 #define JAXOPS_CORE_ROW_SHAPE_H_
 
+#include <array>
+#include <bit>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
+#include <optional>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "core/handler.h"
 
+#ifdef __CUDACC__
+#define JAXOPS_HOST_DEVICE __host__ __device__
+#else
+#define JAXOPS_HOST_DEVICE
+#endif
+
+#define JAXOPS_RETURN_IF_ERROR(expression) \
+  if (::jaxops::Error error_ = (expression); error_.failure()) return error_
+
 namespace jaxops {
 
-struct RowShape {
-  int64_t groups, rows, columns, inner;
+// Division by a number below 2^31, fast for numerators below 2^31: Granlund and Montgomery (1994), figure 4.1.
+struct Divisor32 {
+  uint32_t divisor = 1, multiplier = 1, shift = 0;
 
-  constexpr int64_t rows_per_group() const { return rows * inner; }
-  constexpr int64_t total_rows() const { return groups * rows * inner; }
-  constexpr int64_t size() const { return groups * rows * columns * inner; }
+  Divisor32() = default;
+  explicit Divisor32(uint32_t d) : divisor(d), shift(static_cast<uint32_t>(std::bit_width(d - 1))) {
+    multiplier = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d) / d + 1);
+  }
+  JAXOPS_HOST_DEVICE uint32_t Divide(uint32_t n) const {
+    return (static_cast<uint32_t>(uint64_t{multiplier} * n >> 32) + n) >> shift;
+  }
+};
+
+// Axes walked as one, the last one fastest. kSlots: how many layouts are followed, each with its own strides.
+template <int kSlots>
+struct Axes {
+  static constexpr int kMax = 12;  // jaxops/_rows.py leaves arrays of more axes to XLA
+
+  int count = 0;
+  int64_t total = 1;
+  int64_t sizes[kMax];
+  Divisor32 divisors[kMax];
+  int64_t strides[kMax][kSlots];
+
+  // The offset in each layout of position `index`, 0 <= index < total.
+  JAXOPS_HOST_DEVICE void Offsets(int64_t index, int64_t (&offsets)[kSlots]) const {
+    for (int64_t& offset : offsets) offset = 0;
+    for (int axis = count - 1; axis > 0; --axis) {
+      int64_t position;
+      if (total <= std::numeric_limits<int32_t>::max()) {
+        const uint32_t n = static_cast<uint32_t>(index), quotient = divisors[axis].Divide(n);
+        position = n - quotient * divisors[axis].divisor;
+        index = quotient;
+      } else {
+        position = index % sizes[axis];
+        index /= sizes[axis];
+      }
+      for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += position * strides[axis][slot];
+    }
+    for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += index * strides[0][slot];
+  }
+
+  // Adds an axis inside the present ones; joins it to the last one where every layout steps through both evenly.
+  bool Append(int64_t size, const std::array<int64_t, kSlots>& steps) {
+    total *= size;
+    bool even = count > 0;
+    for (int slot = 0; even && slot < kSlots; ++slot) even = strides[count - 1][slot] == size * steps[slot];
+    if (!even && count == kMax) return false;
+    const int axis = even ? count - 1 : count++;
+    sizes[axis] = even ? sizes[axis] * size : size;
+    if (sizes[axis] > 0 && sizes[axis] <= std::numeric_limits<int32_t>::max()) {
+      divisors[axis] = Divisor32(static_cast<uint32_t>(sizes[axis]));
+    }
+    for (int slot = 0; slot < kSlots; ++slot) strides[axis][slot] = steps[slot];
+    return true;
+  }
+};
+
+// Slot 0 is the layout of x, and of all tensors of its shape. A group is a set of rows whose column sums are taken
+// together; without column sums there is one group.
+template <int kSlots>
+struct RowShape {
+  Axes<kSlots> groups, rows, columns;
+  bool across = false;            // the elements of neighbouring rows are adjacent, not those of one row
+  bool inner_is_grouped = false;  // and those rows are of different groups
+  uint32_t present = 0;           // the slots that were given a tensor, as bits
+
+  int64_t total_rows() const { return groups.total * rows.total; }
+  int64_t size() const { return total_rows() * columns.total; }
 };
 
 inline std::string Describe(AnyBuffer::Dimensions dims) {
   std::string text = "[";
   for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
   return text + "]";
-}
-
-inline Error CheckDimensions(const char* handler, const char* operand, const AnyBuffer& buffer,
-                             std::initializer_list<int64_t> expected) {
-  const auto dims = buffer.dimensions();
-  bool same = dims.size() == expected.size();
-  for (size_t i = 0; same && i < dims.size(); ++i) same = dims[i] == expected.begin()[i];
-  if (same) return Error::Success();
-  const AnyBuffer::Dimensions wanted(expected.begin(), expected.size());
-  return Invalid(handler, std::string(operand) + " has shape " + Describe(dims) + ", expected " + Describe(wanted));
 }
 
 inline Error CheckType(const char* handler, const char* operand, const AnyBuffer& buffer, DataType expected) {
@@ -43,28 +111,190 @@ inline Error CheckType(const char* handler, const char* operand, const AnyBuffer
                               std::to_string(static_cast<int>(expected)));
 }
 
-// Reads the shape off the first tensor and requires every other tensor to have it too.
-inline Error ParseRows(const char* handler, std::initializer_list<AnyBuffer> tensors, RowShape* shape) {
-  const auto dims = tensors.begin()->dimensions();
-  if (dims.size() != 4) {
-    return Invalid(handler, "expected [groups, rows, columns, inner], got shape " + Describe(dims));
-  }
-  *shape = {dims[0], dims[1], dims[2], dims[3]};
-  for (const AnyBuffer& tensor : tensors) {
-    if (Error error = CheckDimensions(handler, "a tensor", tensor, {dims[0], dims[1], dims[2], dims[3]});
-        error.failure()) {
-      return error;
-    }
-  }
-  return Error::Success();
+inline bool IsFloating(DataType type) {
+  return type == DataType::F64 || type == DataType::F32 || type == DataType::F16 || type == DataType::BF16;
 }
 
 // The dtype of sums, statistics, parameters and parameter gradients.
 inline DataType AccumulatorType(DataType type) { return type == DataType::F64 ? DataType::F64 : DataType::F32; }
 
-}  // namespace jaxops
+// Checks the shapes of a call's operands and results, and derives the RowShape from them.
+template <int kSlots>
+class RowShapeParser {
+ public:
+  explicit RowShapeParser(const char* handler) : handler_(handler) {}
 
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (::jaxops::Error error_ = (expression); error_.failure()) return error_
+  // axes: those normalised over, ascending.
+  Error Start(const AnyBuffer& x, ffi::Span<const int64_t> axes) {
+    const auto dims = x.dimensions();
+    sizes_.assign(dims.begin(), dims.end());
+    normalised_.assign(sizes_.size(), false);
+    kept_.assign(sizes_.size(), false);
+    strides_.assign(sizes_.size(), {});
+    for (int64_t axis : axes) {
+      if (axis < 0 || axis >= rank() || normalised_[axis])
+        return Invalid(handler_, "axes do not fit the operand's rank");
+      normalised_[axis] = true;
+    }
+    SetStrides(0, x);
+    return Error::Success();
+  }
+
+  // A tensor of x's shape.
+  Error Full(const char* name, const AnyBuffer& buffer) const {
+    return Check(name, buffer, [&](int64_t axis, int64_t size) { return size == sizes_[axis]; });
+  }
+
+  // One value a row.
+  Error Row(int slot, const char* name, const AnyBuffer& buffer) {
+    JAXOPS_RETURN_IF_ERROR(Check(
+        name, buffer, [&](int64_t axis, int64_t size) { return size == (normalised_[axis] ? 1 : sizes_[axis]); }));
+    SetStrides(slot, buffer);
+    return Error::Success();
+  }
+
+  // An operand that has x's size or 1 along each axis.
+  Error Broadcast(int slot, const char* name, const AnyBuffer& buffer) {
+    JAXOPS_RETURN_IF_ERROR(
+        Check(name, buffer, [&](int64_t axis, int64_t size) { return size == 1 || size == sizes_[axis]; }));
+    SetStrides(slot, buffer);
+    return Error::Success();
+  }
+
+  // An operand that has x's size or 1 along each row axis, and 1 along the column axes.
+  Error BroadcastRow(int slot, const char* name, const AnyBuffer& buffer) {
+    JAXOPS_RETURN_IF_ERROR(Check(name, buffer, [&](int64_t axis, int64_t size) {
+      return size == 1 || (size == sizes_[axis] && !normalised_[axis]);
+    }));
+    SetStrides(slot, buffer);
+    return Error::Success();
+  }
+
+  // A result that is summed over the rows of each group: along the row axes where it has size 1.
+  Error Summed(int slot, const char* name, const AnyBuffer& buffer) {
+    JAXOPS_RETURN_IF_ERROR(Check(name, buffer, [&](int64_t axis, int64_t size) {
+      return size == sizes_[axis] || (size == 1 && !normalised_[axis]);
+    }));
+    SetStrides(slot, buffer);
+    for (int64_t axis = 0; axis < rank(); ++axis)
+      kept_[axis] = !normalised_[axis] && buffer.dimensions()[axis] == sizes_[axis];
+    return Error::Success();
+  }
+
+  // A layout without a tensor: its offsets are (position along `query`) - (position along `key`).
+  Error Diagonal(int slot, int64_t query, int64_t key) {
+    if (query < 0 || query >= rank() || key < 0 || key >= rank() || query == key) {
+      return Invalid(handler_, "query_axis and key_axis must be two of the operand's axes");
+    }
+    strides_[query][slot] = 1;
+    strides_[key][slot] = -1;
+    return Error::Success();
+  }
+
+  // grouped: rows along the axes that a summed result keeps form groups of their own.
+  Error Finish(RowShape<kSlots>* shape, bool grouped = true) const {
+    for (int64_t axis = 0; axis < rank(); ++axis) {
+      if (sizes_[axis] == 1) continue;
+      Axes<kSlots>& list = normalised_[axis] ? shape->columns : grouped && kept_[axis] ? shape->groups : shape->rows;
+      if (!list.Append(sizes_[axis], strides_[axis])) return Invalid(handler_, "too many axes that do not join");
+      shape->across = !normalised_[axis];
+      shape->inner_is_grouped = &list == &shape->groups;
+    }
+    shape->present = present_;
+    for (Axes<kSlots>* list : {&shape->groups, &shape->rows, &shape->columns})
+      if (list->count == 0) list->Append(1, {});
+    if (shape->columns.total > std::numeric_limits<int>::max() - (1 << 20)) {
+      return Invalid(handler_, "rows of more than 2^31 - 2^20 elements");
+    }
+    return Error::Success();
+  }
+
+ private:
+  int64_t rank() const { return static_cast<int64_t>(sizes_.size()); }
+
+  template <class Fits>
+  Error Check(const char* name, const AnyBuffer& buffer, Fits fits) const {
+    const auto dims = buffer.dimensions();
+    bool same = dims.size() == sizes_.size();
+    for (int64_t axis = 0; same && axis < rank(); ++axis) same = fits(axis, dims[axis]);
+    if (same) return Error::Success();
+    const AnyBuffer::Dimensions wanted(sizes_.data(), sizes_.size());
+    return Invalid(handler_,
+                   std::string(name) + " has shape " + Describe(dims) + ", which does not fit " + Describe(wanted));
+  }
+
+  void SetStrides(int slot, const AnyBuffer& buffer) {
+    present_ |= 1u << slot;
+    int64_t stride = 1;
+    for (int64_t axis = rank() - 1; axis >= 0; --axis) {
+      const int64_t size = buffer.dimensions()[axis];
+      strides_[axis][slot] = size == 1 ? 0 : stride;
+      stride *= size;
+    }
+  }
+
+  const char* handler_;
+  std::vector<int64_t> sizes_;
+  std::vector<bool> normalised_, kept_;
+  std::vector<std::array<int64_t, kSlots>> strides_;
+  uint32_t present_ = 0;
+};
+
+// A result that is summed over the rows of each group, and its workspace [results, groups, chunks, columns]: each chunk
+// of rows' share of the sums. They are added up in chunk order, so that the sums never depend on scheduling.
+struct SummedResults {
+  int count = 0;
+  int64_t chunks = 0;
+  void* workspace = nullptr;
+  void* results[2] = {};
+};
+
+template <int kSlots>
+Error ParseSums(const char* handler, const RowShape<kSlots>& shape, DataType type, const AnyBuffer& workspace,
+                const std::vector<std::optional<AnyBuffer>>& results, SummedResults* out) {
+  JAXOPS_RETURN_IF_ERROR(CheckType(handler, "the workspace", workspace, type));
+  const auto dims = workspace.dimensions();
+  const int64_t count = static_cast<int64_t>(results.size());
+  if (dims.size() != 4 || dims[0] != count || dims[1] != shape.groups.total || dims[2] < 1 ||
+      dims[3] != shape.columns.total) {
+    return Invalid(handler, "the workspace has shape " + Describe(dims) + ", expected [" + std::to_string(count) +
+                                ", " + std::to_string(shape.groups.total) + ", chunks, " +
+                                std::to_string(shape.columns.total) + "]");
+  }
+  out->count = static_cast<int>(count);
+  out->chunks = dims[2];
+  out->workspace = workspace.untyped_data();
+  for (int64_t i = 0; i < count; ++i) out->results[i] = results[i]->untyped_data();
+  return Error::Success();
+}
+
+// Takes a call's operands or results one after the other.
+template <class Source>
+class BufferReader {
+ public:
+  BufferReader(const char* handler, const Source& source) : handler_(handler), source_(source) {}
+
+  Error Take(std::optional<AnyBuffer>* out) {
+    auto buffer = source_.template get<AnyBuffer>(next_++);
+    if (!buffer.has_value()) return Invalid(handler_, "an operand or a result is missing or no array");
+    if constexpr (std::is_same_v<Source, ffi::RemainingArgs>) {
+      *out = *buffer;
+    } else {
+      *out = **buffer;
+    }
+    return Error::Success();
+  }
+
+  Error End() const {
+    return next_ == source_.size() ? Error::Success() : Invalid(handler_, "too many operands or results");
+  }
+
+ private:
+  const char* handler_;
+  const Source& source_;
+  size_t next_ = 0;
+};
+
+}  // namespace jaxops
 
 #endif  // JAXOPS_CORE_ROW_SHAPE_H_

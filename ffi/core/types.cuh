@@ -1,4 +1,4 @@
-// Type lists, and the device types of the dtypes.
+// Type lists, the device types of the dtypes, and packs of elements.
 #ifndef JAXOPS_CORE_TYPES_CUH_
 #define JAXOPS_CORE_TYPES_CUH_
 
@@ -67,7 +67,68 @@ T* Data(const AnyBuffer& buffer) {
 template <class T, int N>
 struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack {
   T lane[N];
+
+  __device__ T Get(int i) const { return lane[i]; }
+  __device__ void Set(int i, T value) { lane[i] = value; }
+  // The element as a float or a double.
+  template <class A>
+  __device__ A Widen(int i) const {
+    return static_cast<A>(lane[i]);
+  }
 };
+
+// 16-bit elements stay two in a register: as elements of their own each would take one.
+template <class T, int N>
+  requires(sizeof(T) == 2 && N % 2 == 0)
+struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack<T, N> {
+  using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  uint32_t words[N / 2];
+
+  __device__ T Get(int i) const {
+    const uint16_t bits = static_cast<uint16_t>(i % 2 ? words[i / 2] >> 16 : words[i / 2]);
+    return reinterpret_cast<const T&>(bits);
+  }
+  __device__ void Set(int i, T value) {
+    const uint32_t bits = reinterpret_cast<const uint16_t&>(value);
+    words[i / 2] = i % 2 ? (words[i / 2] & 0xffffu) | bits << 16 : (words[i / 2] & 0xffff0000u) | bits;
+  }
+  template <class A>
+  __device__ A Widen(int i) const {
+    const uint32_t word = words[i / 2];
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+    } else {
+      const __half2 both = reinterpret_cast<const __half2&>(word);
+      return i % 2 ? __high2float(both) : __low2float(both);
+    }
+  }
+};
+
+// Elements a pack: 16 bytes of the wider dtype.
+template <class T, class U = T>
+inline constexpr int kPackOf = 16 / std::max(sizeof(T), sizeof(U));
+
+// Rounds value(0), value(1), ... to a pack; 16-bit elements two at a time.
+template <class T, int N, class F>
+__device__ Pack<T, N> ToPack(const F& value) {
+  Pack<T, N> out;
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      typename Pack<T, N>::Two both;
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        both = __floats2bfloat162_rn(value(i), value(i + 1));
+      } else {
+        both = __floats2half2_rn(value(i), value(i + 1));
+      }
+      out.words[i / 2] = reinterpret_cast<const uint32_t&>(both);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.Set(i, static_cast<T>(value(i)));
+  }
+  return out;
+}
 
 }  // namespace jaxops
 

@@ -5,112 +5,118 @@
 #define JAXOPS_ROWS_COLUMN_SUMS_CUH_
 
 #include <cstdint>
-#include <limits>
 
-#include "core/row_shape.h"
-#include "core/types.cuh"
+#include "core/launch.cuh"
+#include "rows/geometry.cuh"
 
 namespace jaxops::rows {
 
-template <class A>
-struct ColumnSums {
-  A first, second;
-};
-
-// Where the two sums go; null for one that is not wanted. The workspace has a plane [groups, chunks, columns] for each
-// that is.
+// Where the sums go; null for one that is not wanted. The workspace has a plane [groups, chunks, columns] for each that
+// is; plane: from one sum to the next in it, so 0 while there is only one.
 template <class A>
 struct SumResults {
-  int64_t chunks;
-  A *workspace, *first, *second;
+  int64_t chunks, plane;
+  A *workspace, *results[2];
+
+  template <int kSlots>
+  SumResults(const SummedResults& sums, const RowShape<kSlots>& shape, bool first, bool second)
+      : chunks(sums.chunks),
+        plane(first && second ? shape.groups.total * sums.chunks * shape.columns.total : 0),
+        workspace(static_cast<A*>(sums.workspace)),
+        results{first ? static_cast<A*>(sums.results[0]) : nullptr,
+                second ? static_cast<A*>(sums.results[first ? 1 : 0]) : nullptr} {}
 };
 
 // Rows of adjacent elements: a warp takes 32 columns, the 8 warps of a block every eighth row of the chunk.
-// Rows of strided elements (inner > 1): a block takes one column; its threads walk along the inner axis.
+// Rows across: a block takes one column; its threads walk along the rows.
 inline constexpr int kSumThreads = 256;
 
-template <bool kStrided, class A, class Op>
+template <bool kAcross, class A, class Op>
 __global__ void __launch_bounds__(kSumThreads)
-    SumChunkKernel(const Op op, const RowShape shape, const SumResults<A> results) {
-  const int64_t chunks = results.chunks;
-  constexpr int kTile = kStrided ? 1 : 32;
-  const int64_t tiles = (shape.columns + kTile - 1) / kTile;
+    SumChunkKernel(const __grid_constant__ Op op, const __grid_constant__ Geometry<Op::kSlots> geometry,
+                   const SumResults<A> results) {
+  const int64_t chunks = results.chunks, columns = geometry.columns.total;
+  constexpr int kTile = kAcross ? 1 : 32, kLines = kSumThreads / kTile;
+  const int64_t tiles = (columns + kTile - 1) / kTile;
   const int64_t tile = blockIdx.x % tiles, chunk = blockIdx.x / tiles % chunks, group = blockIdx.x / tiles / chunks;
-  const int64_t column = tile * kTile + (kStrided ? 0 : threadIdx.x % 32);
-  const int64_t rows = shape.rows_per_group(), end = rows * (chunk + 1) / chunks;
-  ColumnSums<A> sum = {0, 0};
-  if (column < shape.columns) {
-    for (int64_t row = rows * chunk / chunks + threadIdx.x / kTile; row < end; row += kSumThreads / kTile) {
-      const int64_t outer = kStrided ? row / shape.inner : row, i = kStrided ? row % shape.inner : 0;
-      const int64_t offset = ((group * shape.rows + outer) * shape.columns + column) * shape.inner + i;
-      const ColumnSums<A> value = op(group * rows + row, offset);
-      sum.first += value.first;
-      sum.second += value.second;
+  const int64_t column = tile * kTile + (kAcross ? 0 : threadIdx.x % 32);
+  const int64_t rows = geometry.rows.total, end = rows * (chunk + 1) / chunks;
+  Pack<A, Op::kSums> sum = {};
+  if (column < columns) {
+    int64_t group_offsets[Op::kSlots], column_offsets[Op::kSlots];
+    geometry.groups.Offsets(group, group_offsets);
+    geometry.columns.Offsets(column, column_offsets);
+    for (int64_t row = rows * chunk / chunks + threadIdx.x / kTile; row < end; row += kLines) {
+      int64_t offsets[Op::kSlots];
+      geometry.rows.Offsets(row, offsets);
+#pragma unroll
+      for (int slot = 0; slot < Op::kSlots; ++slot) offsets[slot] += group_offsets[slot] + column_offsets[slot];
+      const Pack<A, Op::kSums> value = op(offsets);
+#pragma unroll
+      for (int k = 0; k < Op::kSums; ++k) sum.lane[k] += value.lane[k];
     }
   }
   // The threads of a column lie kTile apart; halving their number keeps the order of additions fixed.
-  __shared__ A shared[2][kSumThreads];
-  shared[0][threadIdx.x] = sum.first;
-  shared[1][threadIdx.x] = sum.second;
+  __shared__ A shared[Op::kSums][kSumThreads];
+#pragma unroll
+  for (int k = 0; k < Op::kSums; ++k) shared[k][threadIdx.x] = sum.lane[k];
   for (int half = kSumThreads / 2; half >= kTile; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) {
-      shared[0][threadIdx.x] += shared[0][threadIdx.x + half];
-      shared[1][threadIdx.x] += shared[1][threadIdx.x + half];
+#pragma unroll
+      for (int k = 0; k < Op::kSums; ++k) shared[k][threadIdx.x] += shared[k][threadIdx.x + half];
     }
   }
-  if (threadIdx.x < kTile && column < shape.columns) {
-    A* out = results.workspace + (group * chunks + chunk) * shape.columns + column;
-    if (results.first) *out = shared[0][threadIdx.x], out += shape.groups * chunks * shape.columns;
-    if (results.second) *out = shared[1][threadIdx.x];
+  if (threadIdx.x < kTile && column < columns) {
+#pragma unroll
+    for (int k = 0; k < Op::kSums; ++k)
+      if (results.results[k])
+        results.workspace[k * results.plane + (group * chunks + chunk) * columns + column] = shared[k][threadIdx.x];
   }
 }
 
 // Adds up the chunks in the workspace, in double: a block takes 32 sums, each of its warps every eighth chunk.
-template <class A>
-__global__ void __launch_bounds__(kSumThreads) AddChunksKernel(const RowShape shape, const SumResults<A> results) {
+template <int kSlot, class G, class A>
+__global__ void __launch_bounds__(kSumThreads)
+    AddChunksKernel(const __grid_constant__ G geometry, const SumResults<A> results) {
   constexpr int kWarps = kSumThreads / 32;
-  const int planes = (results.first != nullptr) + (results.second != nullptr), warp = threadIdx.x / 32;
-  const int64_t sums = shape.groups * shape.columns, k = blockIdx.x * int64_t{32} + threadIdx.x % 32;
-  const int64_t plane = k / sums, group = k % sums / shape.columns, column = k % shape.columns;
+  const int64_t columns = geometry.columns.total, sums = geometry.groups.total * columns;
+  const int warp = threadIdx.x / 32;
+  const int64_t k = blockIdx.x * int64_t{32} + threadIdx.x % 32;
+  const bool second = k >= sums || !results.results[0];
+  const int64_t index = k % sums, group = index / columns, column = index % columns;
+  const bool inside = k < sums * (results.plane ? 2 : 1);
   __shared__ double shared[kWarps][32];
   double total = 0;
-  if (plane < planes) {
-    const A* const parts = results.workspace + (plane * shape.groups + group) * results.chunks * shape.columns + column;
-    for (int64_t chunk = warp; chunk < results.chunks; chunk += kWarps) total += parts[chunk * shape.columns];
+  if (inside) {
+    const A* const parts = results.workspace + (second ? results.plane : 0) + group * results.chunks * columns + column;
+    for (int64_t chunk = warp; chunk < results.chunks; chunk += kWarps) total += parts[chunk * columns];
   }
   shared[warp][threadIdx.x % 32] = total;
   __syncthreads();
-  if (warp > 0 || plane >= planes) return;
+  if (warp > 0 || !inside) return;
   for (int w = 1; w < kWarps; ++w) total += shared[w][threadIdx.x];
-  (plane == 0 && results.first ? results.first : results.second)[k % sums] = static_cast<A>(total);
+  int64_t offsets[G::kSlots];
+  geometry.groups.Offsets(group, offsets);
+  results.results[second][offsets[kSlot] + geometry.ColumnOffset(kSlot, column)] = static_cast<A>(total);
 }
 
-template <class A>
-cudaError_t LaunchAddChunks(cudaStream_t stream, const RowShape& shape, const SumResults<A>& results) {
-  const int64_t planes = (results.first != nullptr) + (results.second != nullptr);
-  const int64_t sums = shape.groups * shape.columns * planes;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((sums + 31) / 32));
-  config.blockDim = dim3(kSumThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, AddChunksKernel<A>, shape, results);
+template <int kSlot, class G, class A>
+cudaError_t LaunchAddChunks(cudaStream_t stream, const G& geometry, const SumResults<A>& results) {
+  const int64_t sums = geometry.groups.total * geometry.columns.total * (results.plane ? 2 : 1);
+  return Launch(stream, AddChunksKernel<kSlot, G, A>, {(sums + 31) / 32, kSumThreads}, geometry, results);
 }
 
-// op(row, offset of the element) -> ColumnSums
-template <class A, class Op>
-cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape& shape, const SumResults<A>& results) {
-  const bool strided = shape.inner > 1;
-  const int64_t tiles = strided ? shape.columns : (shape.columns + 31) / 32;
-  const int64_t blocks = tiles * results.chunks * shape.groups;
-  if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kSumThreads);
-  config.stream = stream;
-  const auto kernel = strided ? SumChunkKernel<true, A, Op> : SumChunkKernel<false, A, Op>;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, op, shape, results);
-  return status != cudaSuccess ? status : LaunchAddChunks(stream, shape, results);
+// op(offsets of the element in each layout) -> Pack<A, Op::kSums>
+template <class A, class Op, int kMore>
+cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
+                             const SumResults<A>& results) {
+  const Geometry<Op::kSlots> geometry(shape, 1, 0);
+  const int64_t tiles = shape.across ? shape.columns.total : (shape.columns.total + 31) / 32;
+  const Grid grid = {tiles * results.chunks * shape.groups.total, kSumThreads};
+  const auto kernel = shape.across ? SumChunkKernel<true, A, Op> : SumChunkKernel<false, A, Op>;
+  const cudaError_t status = Launch(stream, kernel, grid, op, geometry, results);
+  return status != cudaSuccess ? status : LaunchAddChunks<Op::kSumSlot>(stream, geometry, results);
 }
 
 }  // namespace jaxops::rows

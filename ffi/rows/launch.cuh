@@ -1,112 +1,215 @@
-// The placement table, and the launch of a row kernel.
+// The placement tables, and the launch of a row kernel.
 #ifndef JAXOPS_ROWS_LAUNCH_CUH_
 #define JAXOPS_ROWS_LAUNCH_CUH_
 
-#include <algorithm>
 #include <cstdint>
-#include <limits>
 
+#include "core/launch.cuh"
 #include "rows/row.cuh"
 
 namespace jaxops::rows {
 
-template <int kLanes, int kPacks>
-using Held = Placement<false, kLanes, kPacks>;
-template <int kLanes>
-using Streamed = Placement<false, kLanes, 0>;
-template <int kLanes, int kPacks>
-using StridedHeld = Placement<true, kLanes, kPacks>;
-template <int kLanes>
-using StridedStreamed = Placement<true, kLanes, 0>;
+template <int kLanes, int kCluster = 1>
+using StreamedAlong = Along<kLanes, 0, 1, kCluster>;
+template <int kWidth, int kLanes, int kCluster = 1>
+using StreamedAcross = Across<kWidth, kLanes, 0, kCluster>;
 
-// The first placement that holds the row is taken. A pack is 16 bytes of the widest dtype involved; a comment gives the
-// columns of 16-bit elements that fit.
-using RowPlacements = Types<Held<8, 1>,    //    64
-                            Held<32, 1>,   //   256
-                            Held<32, 2>,   //   512
-                            Held<32, 4>,   //  1024
-                            Held<64, 4>,   //  2048
-                            Held<128, 4>,  //  4096
-                            Held<256, 4>,  //  8192
-                            Held<512, 4>,  // 16384
-                            Held<512, 8>,  // 32768
-                            Streamed<1024>>;
-// Fewer for results of another dtype than the input's, and for f64: rare, and each placement costs build time.
-using MixedRowPlacements = Types<Held<32, 1>, Held<32, 4>, Held<128, 4>, Held<512, 4>, Streamed<1024>>;
-using WideRowPlacements = Types<Held<32, 2>, Streamed<256>>;
-// Rows along another axis than the last: one element a pack.
-using StridedPlacements = Types<StridedHeld<8, 16>,   //  128
-                                StridedHeld<32, 32>,  // 1024
-                                StridedStreamed<32>>;
-using WideStridedPlacements = Types<StridedHeld<8, 8>, StridedStreamed<16>>;
+// The tables. Of each the first placement that holds the row is taken. A pack is 16 bytes of the widest dtype involved;
+// a comment gives the columns of 16-bit elements that fit. TUNING.md has the measurements.
+struct OneInput {
+  using Plain = Types<Along<8, 1, 4>,        //     64
+                      Along<16, 1, 4>,       //    128
+                      Along<16, 2, 2>,       //    256
+                      Along<32, 2, 2>,       //    512
+                      Along<32, 3>,          //    768
+                      Along<32, 4>,          //   1024
+                      Along<64, 4>,          //   2048
+                      Along<64, 6>,          //   3072
+                      Along<64, 8>,          //   4096
+                      Along<128, 5>,         //   5120
+                      Along<128, 6>,         //   6144
+                      Along<128, 8>,         //   8192
+                      Along<256, 6>,         //  12288
+                      Along<256, 8>,         //  16384
+                      Along<512, 8>,         //  32768
+                      Along<512, 8, 1, 2>,   //  65536
+                      Along<256, 8, 1, 8>,   // 131072
+                      Along<256, 8, 1, 16>,  // 262144
+                      Along<512, 8, 1, 16>,  // 524288
+                      StreamedAlong<512, 16>, StreamedAlong<512>>;
+  using PlainAcross = Types<Across<8, 16, 4>,         //    64 columns of any dtype
+                            Across<8, 16, 8>,         //   128
+                            Across<8, 32, 8>,         //   256
+                            Across<8, 32, 16, 1, 2>,  //   512
+                            Across<8, 32, 16, 2, 2>,  //  1024
+                            Across<8, 32, 16, 4, 2>,  //  2048
+                            Across<4, 128, 16, 4>,    //  8192
+                            Across<4, 128, 16, 16>,   // 32768
+                            StreamedAcross<4, 64, 16>, StreamedAcross<8, 64>>;
+  using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<64, 5>, Along<128, 5>, Along<256, 5>,
+                        Along<512, 5>, Along<1024, 7>, Along<512, 4, 1, 16>, StreamedAlong<512>>;
+  using General = Types<Along<32, 4>, Along<512, 4>, StreamedAlong<512>>;
+  using GeneralAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64>>;
+};
+// One tensor and parameters, which compete for the caches and the registers.
+struct OneInputWithParameters : OneInput {
+  using Plain = Types<Along<4, 2, 2>,        //     64
+                      Along<16, 1, 4>,       //    128
+                      Along<16, 2, 2>,       //    256
+                      Along<32, 2, 2>,       //    512
+                      Along<32, 3>,          //    768
+                      Along<32, 4>,          //   1024
+                      Along<64, 4>,          //   2048
+                      Along<128, 3>,         //   3072
+                      Along<128, 4>,         //   4096
+                      Along<128, 5>,         //   5120
+                      Along<256, 3>,         //   6144
+                      Along<128, 8>,         //   8192
+                      Along<256, 6>,         //  12288
+                      Along<512, 4>,         //  16384
+                      Along<512, 8>,         //  32768
+                      Along<1024, 8>,        //  65536
+                      Along<512, 8, 1, 4>,   // 131072
+                      Along<512, 8, 1, 8>,   // 262144
+                      Along<512, 8, 1, 16>,  // 524288
+                      StreamedAlong<512, 16>, StreamedAlong<512>>;
+};
+struct TwoInputs : OneInput {
+  using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<64, 5>, Along<128, 5>, Along<256, 5>,
+                        Along<512, 5>, Along<512, 4, 1, 4>, Along<512, 4, 1, 16>, StreamedAlong<512>>;
+  using Plain = Types<Along<8, 1, 4>,        //     64
+                      Along<16, 1, 4>,       //    128
+                      Along<16, 2, 2>,       //    256
+                      Along<32, 2, 2>,       //    512
+                      Along<32, 3>,          //    768
+                      Along<32, 4>,          //   1024
+                      Along<64, 4>,          //   2048
+                      Along<128, 3>,         //   3072
+                      Along<128, 4>,         //   4096
+                      Along<128, 5>,         //   5120
+                      Along<256, 3>,         //   6144
+                      Along<256, 4>,         //   8192
+                      Along<256, 4, 1, 2>,   //  16384
+                      Along<256, 4, 1, 4>,   //  32768
+                      Along<512, 4, 1, 4>,   //  65536
+                      Along<512, 4, 1, 8>,   // 131072
+                      Along<512, 4, 1, 16>,  // 262144
+                      StreamedAlong<512, 16>, StreamedAlong<512>>;
+  using PlainAcross = Types<Across<8, 16, 8>,       //   128 columns of any dtype
+                            Across<4, 64, 8>,       //   512
+                            Across<4, 128, 8>,      //  1024
+                            Across<4, 128, 8, 4>,   //  4096
+                            Across<4, 128, 8, 16>,  // 16384
+                            StreamedAcross<4, 128, 16>, StreamedAcross<8, 64>>;
+};
+// Each placement costs build time: fewer for bodies that hold more than packs, and for f16.
+struct Short : OneInput {
+  using Plain = Types<Along<8, 1>, Along<32, 1>, Along<32, 2>, Along<32, 4>, Along<64, 4>, Along<128, 4>, Along<256, 4>,
+                      Along<512, 4>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using PlainAcross = Types<Across<8, 32, 8>, Across<4, 128, 8>, StreamedAcross<8, 64>>;
+  using Shifted = Types<Along<32, 2>, Along<128, 5>, Along<512, 5>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+};
+// Results of another dtype than the input's.
+struct Mixed {
+  using Plain = Types<Along<32, 4>, Along<256, 4>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using PlainAcross = Types<>;
+  using Shifted = Types<Along<32, 5>, Along<512, 5>, StreamedAlong<512>>;
+  using General = Types<>;
+  using GeneralAcross = Types<>;
+};
+// Single elements instead of packs: what no other table takes, and f64.
+struct Elements {
+  using Plain = Types<>;
+  using PlainAcross = Types<>;
+  using Shifted = Types<>;
+  using General = Types<>;
+  using GeneralAcross = Types<>;
+};
+using ElementAlong = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
+using ElementAcross = Types<Across<32, 8, 16>, StreamedAcross<32, 16>>;
 
-// Elements a pack: 16 bytes of the wider dtype.
-template <class T, class U>
-inline constexpr int kPack = 16 / std::max(sizeof(T), sizeof(U));
+template <class T, class U, class Op>
+using Tables = std::conditional_t<
+    std::is_same_v<Accumulator<T>, double> || (Op::kShort && !std::is_same_v<T, U>), Elements,
+    std::conditional_t<!std::is_same_v<T, U>, Mixed,
+                       std::conditional_t<Op::kShort || std::is_same_v<T, __half>, Short,
+                                          std::conditional_t<Op::kInputs == 2, TwoInputs,
+                                                             std::conditional_t<Op::kBroadcasts != 0,
+                                                                                OneInputWithParameters, OneInput>>>>>;
 
-template <class P, int kV, bool kAligned, class A, class Op>
-__global__ void __launch_bounds__(P::kThreads) RowKernel(const Op op, const Geometry shape) {
-  Row<P, kV, kAligned, A> row(shape);
-  row.MoveTo(int64_t{blockIdx.x} * P::kRows + row.Team(), shape.rows);
+template <class P, int kV, Lay kLay, class A, class Op>
+__global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
+    RowKernel(const __grid_constant__ Op op, const __grid_constant__ Geometry<Op::kSlots> geometry) {
+  using RowType = Row<P, kV, kLay, A, Geometry<Op::kSlots>>;
+  RowType row(geometry);
+  row.MoveToTeam(int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows, geometry.rows.total, {});
   op(row);
 }
 
-template <class P, int kV, bool kAligned, class A, class Op>
-cudaError_t LaunchPlacement(cudaStream_t stream, const Op& op, const RowShape& shape) {
-  const int64_t blocks = (shape.total_rows() + P::kRows - 1) / P::kRows;
-  if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(P::kThreads);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, RowKernel<P, kV, kAligned, A, Op>, op, Geometry(shape));
+template <class P, int kV, Lay kLay>
+bool Fits(int64_t columns, bool rows_alike) {
+  if (P::kCluster > 1 && !HasClusters()) return false;
+  if (P::kRows > 1 && !rows_alike) return false;
+  const int64_t packs = P::kAcross ? columns : (columns + (kLay == Lay::kShifted ? kV - 1 : 0) + kV - 1) / kV;
+  return P::kPacks == 0 || packs <= int64_t{P::kLanes} * P::kPacks * P::kCluster;
 }
 
-template <class Placements, int kV, bool kAligned, class A, class Op>
-cudaError_t LaunchAligned(cudaStream_t stream, const Op& op, const RowShape& shape) {
-  const int64_t packs = (shape.columns + (kAligned ? 0 : kV - 1) + kV - 1) / kV;
+// False if no placement of the table holds the rows.
+template <class Placements, int kV, Lay kLay, class A, class Op>
+bool LaunchPlacement(cudaStream_t stream, const Op& op, const Geometry<Op::kSlots>& geometry, cudaError_t* status) {
   return First(
-      Placements{}, cudaErrorInvalidValue,
-      [=]<class P> { return P::kPacks == 0 || packs <= int64_t{P::kLanes} * P::kPacks; },
-      [&]<class P> { return LaunchPlacement<P, kV, kAligned, A>(stream, op, shape); });
+      Placements{}, false, [&]<class P> { return Fits<P, kV, kLay>(geometry.columns.total, geometry.rows_alike); },
+      [&]<class P> {
+        constexpr int kBlockRows = Row<P, kV, kLay, A, Geometry<Op::kSlots>>::kBlockRows;
+        const int64_t blocks = (geometry.rows.total + kBlockRows - 1) / kBlockRows * P::kCluster;
+        *status = Launch(stream, RowKernel<P, kV, kLay, A, Op>, {blocks, P::kThreads, P::kCluster}, op, geometry);
+        return true;
+      });
 }
 
-// Runs op(row) for every row of tensors of the dtypes T and U.
-template <class T, class U, class Op>
-cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape& shape) {
+// Runs op(row) for every row of tensors of the dtypes T and U. Op::kInputs tensors are held at once; Op::kShort if the
+// body holds more than their packs. Op::kBroadcasts: the slots of operands that are read in packs, as bits.
+template <class T, class U, class Op, int kMore>
+cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape) {
   using A = Accumulator<T>;
-  constexpr int kV = kPack<T, U>;
+  using Table = Tables<T, U, Op>;
+  constexpr int kV = kPackOf<T, U>;
   if (shape.size() == 0) return cudaSuccess;
-  if (shape.columns > std::numeric_limits<int>::max() - 1024 * kV) return cudaErrorInvalidValue;
-  constexpr bool kWide = std::is_same_v<A, double>;
-  using SameRows = std::conditional_t<std::is_same_v<T, U>, RowPlacements, MixedRowPlacements>;
-  using Rows = std::conditional_t<kWide, WideRowPlacements, SameRows>;
-  using Strided = std::conditional_t<kWide, WideStridedPlacements, StridedPlacements>;
-  if (shape.inner > 1) return LaunchAligned<Strided, 1, true, A>(stream, op, shape);
-  if (shape.columns % kV == 0) return LaunchAligned<Rows, kV, true, A>(stream, op, shape);
-  return LaunchAligned<Rows, kV, false, A>(stream, op, shape);
+  cudaError_t status = cudaErrorInvalidValue;
+  const Geometry<Op::kSlots> packs(shape, kV, Op::kBroadcasts), elements(shape, 1, Op::kBroadcasts);
+  bool done = false;
+  if (shape.across && packs.plain) {
+    done = LaunchPlacement<typename Table::PlainAcross, kV, Lay::kPlain, A>(stream, op, packs, &status);
+  } else if (shape.across && packs.aligned) {
+    done = LaunchPlacement<typename Table::GeneralAcross, kV, Lay::kGeneral, A>(stream, op, packs, &status);
+  } else if (packs.plain) {
+    done = LaunchPlacement<typename Table::Plain, kV, Lay::kPlain, A>(stream, op, packs, &status);
+  } else if (packs.aligned) {
+    done = LaunchPlacement<typename Table::General, kV, Lay::kGeneral, A>(stream, op, packs, &status);
+  } else if (!shape.across && shape.columns.count == 1) {
+    done = LaunchPlacement<typename Table::Shifted, kV, Lay::kShifted, A>(stream, op, packs, &status);
+  }
+  if (done) return status;
+  if (shape.across) {
+    LaunchPlacement<ElementAcross, 1, Lay::kGeneral, A>(stream, op, elements, &status);
+  } else {
+    LaunchPlacement<ElementAlong, 1, Lay::kGeneral, A>(stream, op, elements, &status);
+  }
+  return status;
 }
 
 // XLA aligns its buffers to 128 bytes or more; packs need 16.
-inline Error CheckAlignment(const char* handler, std::initializer_list<AnyBuffer> buffers) {
-  for (const AnyBuffer& buffer : buffers) {
-    if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16)
+inline Error CheckAlignment(const char* handler, std::initializer_list<std::optional<AnyBuffer>> buffers) {
+  for (const std::optional<AnyBuffer>& buffer : buffers) {
+    if (buffer && reinterpret_cast<uintptr_t>(buffer->untyped_data()) % 16)
       return Invalid(handler, "a buffer is not 16-byte aligned");
   }
   return Error::Success();
 }
 
-// Runs the op make.operator()<T, U>() over the rows of `first`, of dtype T, `second`, of dtype U, and a third tensor
-// like one of them.
-template <class Make>
-Error LaunchMap(const char* handler, cudaStream_t stream, const AnyBuffer& first, const AnyBuffer& second,
-                const AnyBuffer& third, const Make& make) {
-  RowShape shape;
-  JAXOPS_RETURN_IF_ERROR(ParseRows(handler, {first, second, third}, &shape));
-  JAXOPS_RETURN_IF_ERROR(CheckAlignment(handler, {first, second, third}));
-  return VisitPair(handler, first.element_type(), second.element_type(), [&]<class T, class U> {
-    return FromCuda(handler, LaunchRows<T, U>(stream, make.template operator()<T, U>(), shape));
-  });
+template <class T>
+T* DataOrNull(const std::optional<AnyBuffer>& buffer) {
+  return buffer ? static_cast<T*>(buffer->untyped_data()) : nullptr;
 }
 
 }  // namespace jaxops::rows

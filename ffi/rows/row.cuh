@@ -1,71 +1,18 @@
-// A row, as an op body sees it. A body is algebra: it loads rows, maps and reduces them, and stores the result; which
-// threads share the row and where it lives between passes is the row's business.
+// Rows, as an op body sees them. A body is algebra: it loads rows, maps and reduces them, and stores the result; which
+// threads share a row, where it lives between passes and how many rows a thread works on is the row's business.
 //
-// A row's values are expressions: e(pack, column) gives a function of i, the value in column `column + i`. Expressions
-// are evaluated where they are used, pack by pack, so a held row stays in registers in its own dtype, and a streamed
-// row, which fits nowhere, is read again by each pass.
+// A row's values are expressions: e(pack, column) gives a function of i, the value at position i of that pack, whose
+// first element lies in `column`. Expressions are evaluated where they are used, pack by pack, so a held row stays in
+// registers in its own dtype, and a streamed row is read again by each pass. One value a row is an expression too.
 #ifndef JAXOPS_ROWS_ROW_CUH_
 #define JAXOPS_ROWS_ROW_CUH_
 
-#include <cmath>
 #include <cstdint>
-#include <limits>
 
-#include "core/row_shape.h"
-#include "core/types.cuh"
+#include "rows/exchange.cuh"
+#include "rows/geometry.cuh"
 
 namespace jaxops::rows {
-
-struct Max {
-  template <class A>
-  static __device__ A Identity() {
-    return -std::numeric_limits<A>::infinity();
-  }
-  static __device__ float Join(float a, float b) { return fmaxf(a, b); }
-  static __device__ double Join(double a, double b) { return fmax(a, b); }
-};
-struct Sum {
-  template <class A>
-  static __device__ A Identity() {
-    return 0;
-  }
-  template <class A>
-  static __device__ A Join(A a, A b) {
-    return a + b;
-  }
-};
-
-// exp(x) = 2^(x log2 e) by the hardware's exponential: 2 ulp plus |x| / 2 ulp of the argument. Arguments here are
-// differences to a row's maximum, so the error relative to the row's largest exponential, 1, stays below 1 ulp.
-__device__ inline float Exp(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
-  return result;
-}
-__device__ inline double Exp(double x) { return exp(x); }
-__device__ inline float Log(float x) { return logf(x); }
-__device__ inline double Log(double x) { return log(x); }
-__device__ inline double Rsqrt(double x) { return rsqrt(x); }
-__device__ inline float Rsqrt(float x) {  // the hardware's estimate and a Newton step, where that is defined
-  const float r = rsqrtf(x), refined = fmaf(0.5f * r, fmaf(-x * r, r, 1.0f), r);
-  return x > 0 && x < std::numeric_limits<float>::infinity() ? refined : r;
-}
-
-__device__ inline float Reciprocal(float x) { return __frcp_rn(x); }
-__device__ inline double Reciprocal(double x) { return 1 / x; }
-
-// Divides finite numbers by one number: a product with its reciprocal, brought to within an ulp by a Newton step unless
-// the quotient is rounded to 16 bits anyway (kExact false).
-template <class A, bool kExact = true>
-struct Divisor {
-  A divisor, reciprocal;
-
-  explicit __device__ Divisor(A d) : divisor(d), reciprocal(Reciprocal(d)) {}
-  friend __device__ A operator/(A value, const Divisor& d) {
-    const A quotient = value * d.reciprocal;
-    return kExact ? fma(fma(-quotient, d.divisor, value), d.reciprocal, quotient) : quotient;
-  }
-};
 
 // fn applied to the values of one or more expressions.
 template <class Fn, class... Es>
@@ -73,286 +20,592 @@ __device__ auto Map(Fn fn, const Es&... es) {
   return [=](int pack, int column) { return [=, ... values = es(pack, column)](int i) { return fn(values(i)...); }; };
 }
 
-// Who shares a row, and where it lives between passes. kLanes threads share a row; its elements are adjacent, or, when
-// kStrided, those of 32 neighbouring rows interleave and a warp reads across them. kPacks packs a thread are held in
-// registers; 0: streamed.
-template <bool kStrided_, int kLanes_, int kPacks_>
-struct Placement {
-  static constexpr bool kStrided = kStrided_;
-  static constexpr int kLanes = kLanes_, kPacks = kPacks_;
-  static constexpr int kThreads = kStrided ? 32 * kLanes : kLanes > 128 ? kLanes : 128;
-  static constexpr int kRows = kStrided ? 32 : kThreads / kLanes;  // rows a block
+// A broadcast operand: its layout's slot, its data (null: absent) and their dtype.
+struct Operand {
+  const void* data = nullptr;
+  DataType type = DataType::F32;
 };
 
-// What a kernel knows of the tensors' shape (RowShape says what the words mean).
-struct Geometry {
-  int64_t size, rows, rows_per_group, inner;
-  int columns;
+// Reads through the cache for data that does not change; every operand of a kernel is such data.
+template <class T, int N>
+__device__ Pack<T, N> ReadPack(const T* source) {
+  Pack<T, N> out;
+  constexpr int kBytes = sizeof(out);
+  if constexpr (kBytes >= 16) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i)
+      reinterpret_cast<uint4*>(&out)[i] = __ldg(reinterpret_cast<const uint4*>(source) + i);
+  } else if constexpr (kBytes == 8) {
+    reinterpret_cast<uint2&>(out) = __ldg(reinterpret_cast<const uint2*>(source));
+  } else if constexpr (kBytes == 4) {
+    reinterpret_cast<uint32_t&>(out) = __ldg(reinterpret_cast<const uint32_t*>(source));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.Set(i, source[i]);
+  }
+  return out;
+}
 
-  explicit Geometry(const RowShape& shape)
-      : size(shape.size()),
-        rows(shape.total_rows()),
-        rows_per_group(shape.rows_per_group()),
-        inner(shape.inner),
-        columns(static_cast<int>(shape.columns)) {}
-};
+// The same from any address, for words of 4 bytes: out of the aligned vectors around them, as far as they hold one of
+// the words [first, end), counted from the source; zeros elsewhere. An aligned vector that holds a word of an array
+// lies in its allocation.
+template <class T, int N>
+__device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
+  static_assert(sizeof(T) == 4 && N % 4 == 0);
+  const int behind = static_cast<int>(reinterpret_cast<uintptr_t>(source) / 4 % 4);
+  Pack<T, 4> around[N / 4 + 1] = {};
+#pragma unroll
+  for (int v = 0; v <= N / 4; ++v) {
+    const int word = 4 * v - behind;
+    if (word + 3 >= first && word < end) around[v] = ReadPack<T, 4>(source + word);
+  }
+  T words[N + 3];
+#pragma unroll
+  for (int i = 0; i < N + 3; ++i)
+    words[i] = behind & 1 ? around[(i + 1) / 4].lane[(i + 1) % 4] : around[i / 4].lane[i % 4];
+  Pack<T, N> out;
+#pragma unroll
+  for (int i = 0; i < N; ++i) out.lane[i] = behind & 2 ? words[i + 2] : words[i];
+  if (first > 0 || end < N) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.lane[i] = i >= first && i < end ? out.lane[i] : 0;
+  }
+  return out;
+}
 
-// scale or bias: one row of values, the same for all groups (stride 0) or one a group; null if there is none.
-template <class A>
-struct Vector {
-  const A* data;
-  int64_t group_stride;
-};
-
-template <class P, int kPack, bool kAligned, class A>
+template <class P_, int kPack, Lay kLay_, class A_, class G>
 class Row {
  public:
+  using P = P_;
+  using A = A_;
   static constexpr int kV = kPack;
+  static constexpr bool kShifted = kLay_ == Lay::kShifted;
+  static constexpr int kSlots = G::kSlots;
+  static constexpr Lay kLay = kLay_;
   static constexpr bool kHeld = P::kPacks > 0;
+  static constexpr int kRows = P::kAcross ? kV : P::kRows;   // that a thread works on
+  static constexpr int kStarts = P::kAcross ? 1 : P::kRows;  // places where its packs begin
+  static constexpr int kBlockRows = P::kTeams * (P::kAcross ? kV : P::kRows);
+  static constexpr int kPerRow = kHeld ? P::kPacks : 1;
+  static constexpr int kHeldPacks = kStarts * kPerRow;
+  static_assert(kHeld || P::kRows == 1);
 
-  // Which of the block's rows this thread works on.
-  static __device__ int Team() { return P::kStrided ? threadIdx.x % 32 : threadIdx.x / P::kLanes; }
+  // One value for each of the thread's rows: an expression.
+  template <class B>
+  struct PerRow {
+    B value[kRows];
+    __device__ auto operator()(int pack, int) const {
+      if constexpr (P::kAcross) {
+        return [values = *this](int i) { return values.value[i]; };
+      } else {
+        return [chosen = value[pack / kPerRow]](int) { return chosen; };
+      }
+    }
+  };
+  struct Two {
+    PerRow<A> first, second;
+  };
 
-  explicit __device__ Row(const Geometry& shape)
-      : columns(shape.columns), shape_(shape), lane_(P::kStrided ? threadIdx.x / 32 : threadIdx.x % P::kLanes) {}
+  // fn of values of the same row.
+  template <class Fn, class... Bs>
+  static __device__ auto Each(Fn fn, const PerRow<Bs>&... values) {
+    PerRow<decltype(fn(values.value[0]...))> out;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) out.value[r] = fn(values.value[r]...);
+    return out;
+  }
 
-  // Turns to the row of this index; past `end` the row before it is repeated, and nothing is stored.
-  __device__ void MoveTo(int64_t wanted, int64_t end) {
-    live = wanted < end;
-    index = live ? wanted : end - 1;
-    if constexpr (P::kStrided) {
-      const int64_t outer = index / shape_.inner;
-      stride_ = shape_.inner;
-      begin_ = outer * columns * shape_.inner + (index - outer * shape_.inner);
-    } else {
-      begin_ = index * columns;
-      if constexpr (!kAligned) shift_ = static_cast<int>(begin_ % kV);
+  // The same value for each row.
+  static __device__ PerRow<A> Same(A value) {
+    PerRow<A> out;
+#pragma unroll
+    for (A& each : out.value) each = value;
+    return out;
+  }
+
+  explicit __device__ Row(const G& geometry)
+      : geometry_(geometry),
+        lane_((P::kAcross ? threadIdx.x / P::kTeams : threadIdx.x % P::kLanes) +
+              (P::kCluster > 1 ? P::kLanes * ClusterRank() : 0)) {}
+
+  // Turns to the rows first, first + every, ... of a group whose offsets are given; across, to kV rows from `first`.
+  // From `end` on the last rows are repeated, and nothing is stored.
+  __device__ void MoveTo(int64_t first, int64_t every, int64_t end, const int64_t (&group)[G::kSlots]) {
+    limit_ = std::numeric_limits<int>::max();
+#pragma unroll
+    for (int s = 0; s < kStarts; ++s) {
+      const int64_t wanted = first + s * every;
+      live_[s] = wanted < end;
+      geometry_.rows.Offsets(live_[s] ? wanted : end - (P::kAcross ? kV : 1), offsets_[s]);
+#pragma unroll
+      for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += group[slot];
+      shift_[s] = kShifted ? static_cast<int>(offsets_[s][0] % kV) : 0;
+      if constexpr (kLay != Lay::kGeneral) {
+#pragma unroll
+        for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += FirstColumn(s) * ColumnStride(slot);
+      }
     }
   }
 
-  int64_t index;  // among the rows of all groups
-  bool live;
-  int columns;
+  // Turns to the rows of this thread's team among [begin, begin + kBlockRows).
+  __device__ void MoveToTeam(int64_t begin, int64_t end, const int64_t (&group)[G::kSlots]) {
+    MoveTo(begin + Team() * (P::kAcross ? kV : 1), P::kTeams, end, group);
+  }
+  static __device__ int Team() { return P::kAcross ? threadIdx.x % P::kTeams : threadIdx.x / P::kLanes; }
 
-  // One thread a row: it stores the row's scalars.
-  __device__ bool Leads() const { return live && lane_ == 0; }
+  __device__ int columns() const { return static_cast<int>(geometry_.columns.total); }
+  __device__ bool live(int pack) const { return live_[pack / kPerRow]; }
+
+  // Leaves out the columns from `limit` on, as far as they fill packs, until the next MoveTo.
+  __device__ void Limit(int limit) { limit_ = limit; }
+
+  // Calls fn(pack, column) for the thread's packs, and after() behind each run of at most kRun of them. An unaligned
+  // row's first pack begins at the pack boundary before the row, so that all accesses are aligned: its column is
+  // negative.
+  template <class Fn, class After>
+  __device__ void ForEachPack(Fn fn, After after) const {
+    const int end = min(columns(), limit_);
+    if constexpr (kHeld) {
+      ForEachPackBetween(-kV, end, fn);
+      after();
+    } else {
+      for (int begin = FirstColumn(0); begin < end; begin += kRun * kColumnStep) {
+        const int stop = min(end, begin + kRun * kColumnStep);
+#pragma unroll 4
+        for (int column = begin; column < stop; column += kColumnStep) fn(0, column);
+        after();
+      }
+    }
+  }
+  template <class Fn>
+  __device__ void ForEachPack(Fn fn) const {
+    ForEachPack(fn, [] {});
+  }
+
+  // Whether position i of a pack belongs to the row.
+  __device__ bool Inside(int column, int i) const {
+    return !kShifted || static_cast<unsigned>(column + i) < static_cast<unsigned>(columns());
+  }
+
+  // A pack of a tensor of x's shape, with its neighbours' elements where it overlaps the row's edges.
+  template <class T>
+  __device__ Pack<T, kV> Read(const T* tensor, int pack, int column) const {
+    const int64_t offset = Offset(0, pack, column);
+    if (!kShifted || offset + kV <= geometry_.size) return ReadPack<T, kV>(tensor + offset);
+    Pack<T, kV> values = {};
+#pragma unroll
+    for (int i = 0; i < kV; ++i)
+      if (offset + i < geometry_.size) values.Set(i, tensor[offset + i]);
+    return values;
+  }
+
+  // Puts `outside` where a pack overlaps the row's edges.
+  template <class T>
+  __device__ void Clip(Pack<T, kV>& values, int column, T outside) const {
+    if constexpr (kShifted) {
+      if (column >= 0 && column + kV <= columns()) return;
+#pragma unroll
+      for (int i = 0; i < kV; ++i)
+        if (!Inside(column, i)) values.Set(i, outside);
+    }
+  }
 
   template <class T>
-  __device__ auto Load(const T* tensor) const {
+  struct Held {
+    Pack<T, kV> packs[kHeldPacks];
+    __device__ auto operator()(int pack, int) const {
+      return [values = packs[pack]](int i) { return values.template Widen<A>(i); };
+    }
+  };
+
+  // A tensor of x's shape. `outside`, what stands in the packs beyond a row's edges, should leave its reductions alone.
+  // kInput: the tensor's number among the op's inputs, for rows that are fetched ahead.
+  template <int kInput = 0, class T>
+  __device__ auto Load(const T* tensor, T outside = T(0.0f)) const {
     if constexpr (kHeld) {
       Held<T> held = {};
-      ForEachPack([&](int pack, int column) { held.packs[pack] = Read(tensor, column); });
+      ForEachPack([&](int pack, int column) { held.packs[pack] = Read(tensor, pack, column); });
+      if constexpr (kShifted) ForEachPack([&](int pack, int column) { Clip(held.packs[pack], column, outside); });
       return held;
     } else {
-      return [this, tensor](int, int column) {
-        return [values = Read(tensor, column)](int i) { return static_cast<A>(values.lane[i]); };
+      return [this, tensor, outside](int pack, int column) {
+        Pack<T, kV> values = Read(tensor, pack, column);
+        Clip(values, column, outside);
+        return [=](int i) { return values.template Widen<A>(i); };
       };
     }
   }
 
-  // The vector's value for each column, read where it is used; `absent` if there is no vector.
-  __device__ auto LoadParameter(Vector<A> parameter, A absent) const {
-    const A* const vector = OfGroup(parameter);
-    return [this, vector, absent](int, int column) {
+  // A tensor of x's shape that may be absent (null): `absent` everywhere.
+  template <class T>
+  __device__ auto LoadOr(const T* tensor, T absent) const {
+    if constexpr (kHeld) {
+      Held<T> held;
+#pragma unroll
+      for (Pack<T, kV>& pack : held.packs) pack = ToPack<T, kV>([=](int) { return static_cast<A>(absent); });
+      if (tensor) held = Load(tensor);
+      return held;
+    } else {
+      return [this, tensor, absent](int pack, int column) {
+        Pack<T, kV> values = ToPack<T, kV>([=](int) { return static_cast<A>(absent); });
+        if (tensor) values = Read(tensor, pack, column);
+        return [=](int i) { return values.template Widen<A>(i); };
+      };
+    }
+  }
+
+  // x + residual, rounded to their dtype and stored as the sum; x alone if there is no residual.
+  template <class T>
+  __device__ auto LoadSum(const T* x, const T* residual, T* sum) const {
+    const auto add = [](Pack<T, kV>& values, const Pack<T, kV>& added) {
+      values = ToPack<T, kV>([&](int i) { return values.template Widen<A>(i) + added.template Widen<A>(i); });
+    };
+    if constexpr (kHeld) {
+      Held<T> held = Load(x);
+      if (residual) {
+        const Held<T> added = Load(residual);
+        ForEachPack([&](int pack, int column) {
+          add(held.packs[pack], added.packs[pack]);
+          Write(sum, pack, column, held.packs[pack]);
+        });
+      }
+      return held;
+    } else {
+      const auto read = [=, this](int pack, int column) {
+        Pack<T, kV> values = Read(x, pack, column);
+        if (residual) add(values, Read(residual, pack, column));
+        Clip(values, column, T(0.0f));
+        return values;
+      };
+      if (residual) ForEachPack([&](int pack, int column) { Write(sum, pack, column, read(pack, column)); });
+      return [read](int pack, int column) {
+        return [values = read(pack, column)](int i) { return values.template Widen<A>(i); };
+      };
+    }
+  }
+
+  // An expression's values, computed now and kept, where the row is held.
+  template <class E>
+  __device__ auto Keep(const E& expression) const {
+    if constexpr (kHeld) {
+      Held<A> held = {};
+      ForEachPack([&](int pack, int column) {
+        const auto value = expression(pack, column);
+#pragma unroll
+        for (int i = 0; i < kV; ++i) held.packs[pack].lane[i] = value(i);
+      });
+      return held;
+    } else {
+      return expression;
+    }
+  }
+
+  // A broadcast operand of the accumulator's dtype; `absent` if there is none.
+  template <int kSlot>
+  __device__ auto LoadParameter(const A* data, A absent) const {
+    return [this, data, absent](int pack, int column) {
       Pack<A, kV> values;
 #pragma unroll
       for (int i = 0; i < kV; ++i) values.lane[i] = absent;
-      if (vector) values = ReadVector(vector, column);
+      // A thread's rows share their parameters (the launch sees to it), so that they are read once for all of them.
+      if (data) values = ReadBroadcast<kSlot>(data, P::kAcross ? pack : pack % kPerRow, column);
       return [=](int i) { return values.lane[i]; };
     };
   }
 
-  // The same, read at once and held in registers: for the columns of this row and of others at the same pack boundary.
-  __device__ auto HoldParameter(Vector<A> parameter, A absent) const {
-    const A* const vector = OfGroup(parameter);
-    Held<A> held;
+  // A broadcast operand of any floating dtype, as values of the accumulator's; `absent` if there is none.
+  template <int kSlot>
+  __device__ Pack<A, kV> ReadOperand(const Operand& operand, int pack, int column, A absent) const {
+    Pack<A, kV> values;
+    const auto widen = [&](const auto& narrow) {
 #pragma unroll
-    for (auto& pack : held.packs)
+      for (int i = 0; i < kV; ++i) values.lane[i] = narrow.template Widen<A>(i);
+    };
+    if (!operand.data) {
 #pragma unroll
-      for (A& value : pack.lane) value = absent;
-    if (vector) ForEachPack([&](int pack, int column) { held.packs[pack] = ReadVector(vector, column); });
-    return held;
-  }
-
-  template <class T, class E>
-  __device__ void Store(T* tensor, const E& expression) const {
-    ForEachPack([&](int pack, int column) {
-      const auto value = expression(pack, column);
-      Pack<T, kV> values;
-#pragma unroll
-      for (int i = 0; i < kV; ++i) values.lane[i] = static_cast<T>(value(i));
-      if (!live) return;
-      T* const target = tensor + Offset(column);
-      if (Whole(column)) {
-        *reinterpret_cast<Pack<T, kV>*>(target) = values;
-      } else {
-#pragma unroll
-        for (int i = 0; i < kV; ++i)
-          if (Inside(column + i)) target[i] = values.lane[i];
-      }
-    });
-  }
-
-  // The join of an expression's values over the row, known to all its threads.
-  template <class M, class E>
-  __device__ A Reduce(const E& expression) {
-    A value = Fold<M>(expression);
-    Combine<M>(&value, 1);
-    return value;
-  }
-
-  struct Two {
-    A first, second;
-  };
-  // Both joins for one walk along the row and one exchange between the threads.
-  template <class M, class E, class F>
-  __device__ Two Reduce(const E& first, const F& second) {
-    const Two folded = Fold<M>(first, second);
-    A values[2] = {folded.first, folded.second};
-    Combine<M>(values, 2);
-    return {values[0], values[1]};
-  }
-
-  // Calls fn(pack, column of its first element) for this thread's packs. An unaligned row's first pack begins at the
-  // pack boundary before the row, so that all accesses are aligned: its column is negative.
-  template <class Fn>
-  __device__ void ForEachPack(Fn fn) const {
-    if constexpr (kHeld) {
-#pragma unroll
-      for (int pack = 0; pack < P::kPacks; ++pack) {
-        const int column = (pack * P::kLanes + lane_) * kV - shift_;
-        if (column < columns) fn(pack, column);
-      }
+      for (int i = 0; i < kV; ++i) values.lane[i] = absent;
+    } else if (std::is_same_v<A, double> || operand.type == DataType::F32) {
+      values = ReadBroadcast<kSlot>(static_cast<const A*>(operand.data), pack, column);
+    } else if (operand.type == DataType::BF16) {
+      widen(ReadBroadcast<kSlot>(static_cast<const __nv_bfloat16*>(operand.data), pack, column));
     } else {
-      for (int column = lane_ * kV - shift_; column < columns; column += P::kLanes * kV) fn(0, column);
+      widen(ReadBroadcast<kSlot>(static_cast<const __half*>(operand.data), pack, column));
     }
-  }
-
-  __device__ bool Inside(int column) const { return kAligned || (column >= 0 && column < columns); }
-
- private:
-  __device__ bool Whole(int column) const { return kAligned || (column >= 0 && column + kV <= columns); }
-  __device__ int64_t Offset(int column) const { return begin_ + (P::kStrided ? column * stride_ : int64_t{column}); }
-
-  // A pack that overlaps the row's edges also reads its neighbours' elements, but nothing beyond the tensor.
-  template <class T>
-  __device__ Pack<T, kV> Read(const T* tensor, int column) const {
-    const int64_t offset = Offset(column);
-    if (kAligned || offset + kV <= shape_.size) return *reinterpret_cast<const Pack<T, kV>*>(tensor + offset);
-    Pack<T, kV> values = {};
-#pragma unroll
-    for (int i = 0; i < kV; ++i)
-      if (offset + i < shape_.size) values.lane[i] = tensor[offset + i];
     return values;
   }
 
-  // A row's packs, in registers in the tensor's own dtype.
-  template <class T>
-  struct Held {
-    Pack<T, kV> packs[kHeld ? P::kPacks : 1];
-    __device__ auto operator()(int pack, int) const {
-      return [values = packs[pack]](int i) { return static_cast<A>(values.lane[i]); };
+  // A pack of a broadcast operand; anything beyond the row's edges.
+  template <int kSlot, class T>
+  __device__ Pack<T, kV> ReadBroadcast(const T* data, int pack, int column) const {
+    const T* const source = data + Offset(kSlot, pack, column);
+    [[maybe_unused]] const int64_t step = Step(kSlot);
+    if constexpr (kShifted && sizeof(T) == 4) {
+      if (step == 1) return ReadUnaligned<T, kV>(source, -column, columns() - column);
     }
-  };
-
-  __device__ const A* OfGroup(Vector<A> parameter) const {
-    const int64_t group = parameter.group_stride ? index / shape_.rows_per_group : 0;
-    return parameter.data ? parameter.data + group * parameter.group_stride : nullptr;
-  }
-
-  // A vector's values for a pack of columns; anything where they lie outside the row.
-  __device__ Pack<A, kV> ReadVector(const A* vector, int column) const {
-    if constexpr (kAligned) {
-      return *reinterpret_cast<const Pack<A, kV>*>(vector + column);
+    if constexpr (kLay == Lay::kPlain && !P::kAcross) {
+      return ReadPack<T, kV>(source);
     } else {
-      Pack<A, kV> values;
+      if (kLay == Lay::kPlain && step != 0) return ReadPack<T, kV>(source);
+      Pack<T, kV> values = {};
 #pragma unroll
-      for (int i = 0; i < kV; ++i) values.lane[i] = vector[Inside(column + i) ? column + i : 0];
+      for (int i = 0; i < kV; ++i)
+        values.Set(i, Inside(column, i) ? source[kLay == Lay::kPlain ? 0 : i * step] : T(0.0f));
       return values;
     }
   }
 
-  // This thread's join of each expression. A streamed row's values are joined in runs of kRun packs, so that rounding
-  // errors grow with the square root of a row's length instead of with the length.
-  template <class M, class E, class F>
-  __device__ Two Fold(const E& first, const F& second) const {
-    constexpr int kRun = 16;
-    const A identity = M::template Identity<A>();
-    Two total = {identity, identity}, run = total;
-    int packs = 0;
-    ForEachPack([&](int pack, int column) {
-      const auto a = first(pack, column);
-      const auto b = second(pack, column);
-      if (Whole(column)) {
+  // The offset in a layout of a pack's first element.
+  __device__ int64_t Offset(int slot, int pack, int column) const {
+    const int64_t start = offsets_[pack / kPerRow][slot];
+    if constexpr (kLay == Lay::kGeneral) return start + geometry_.ColumnOffset(slot, column);
+    // The distance from the thread's first pack is the same for all threads: it costs no registers.
+    const int distance = kHeld ? pack % kPerRow * kColumnStep : column - FirstColumn(0);
+    return start + distance * ColumnStride(slot);
+  }
+  __device__ int64_t Step(int slot) const { return geometry_.steps[slot]; }
+
+  // The offset in a layout of the first row's column 0.
+  __device__ int64_t Origin(int slot) const { return offsets_[0][slot] - FirstColumn(0) * ColumnStride(slot); }
+
+  // Whether a condition on values of the same row holds for all rows of the thread.
+  template <class Fn, class... Bs>
+  static __device__ bool All(Fn condition, const PerRow<Bs>&... values) {
+    bool all = true;
 #pragma unroll
-        for (int i = 0; i < kV; ++i) run = {M::Join(run.first, A{a(i)}), M::Join(run.second, A{b(i)})};
-      } else {
-#pragma unroll
-        for (int i = 0; i < kV; ++i)
-          if (Inside(column + i)) run = {M::Join(run.first, A{a(i)}), M::Join(run.second, A{b(i)})};
-      }
-      if constexpr (!kHeld) {
-        if (++packs % kRun == 0) {
-          total = {M::Join(total.first, run.first), M::Join(total.second, run.second)};
-          run = {identity, identity};
-        }
-      }
-    });
-    return {M::Join(total.first, run.first), M::Join(total.second, run.second)};
+    for (int r = 0; r < kRows; ++r) all = all && condition(values.value[r]...);
+    return all;
   }
 
-  template <class M, class E>
-  __device__ A Fold(const E& expression) const {
-    const auto nothing = [](int, int) { return [](int) { return M::template Identity<A>(); }; };
-    return Fold<M>(expression, nothing).first;
+  // Stores an expression; `beyond` in the columns that are left out.
+  template <class T, class E>
+  __device__ void Store(T* tensor, const E& expression, A beyond = 0) const {
+    ForEachPack([&](int pack, int column) { Write(tensor, pack, column, ToPack<T, kV>(expression(pack, column))); });
+    if (limit_ >= columns()) return;
+    const Pack<T, kV> values = ToPack<T, kV>([=](int) { return beyond; });
+    ForEachPackBetween(limit_, columns(), [&](int pack, int column) { Write(tensor, pack, column, values); });
   }
 
-  // Joins values[0..count) over the row's threads. Two sets of slots take turns, so that one barrier is enough: nobody
-  // can reach the set's next use before all have passed the barrier of the other set.
-  template <class M>
-  __device__ void Combine(A* values, int count) {
-    if constexpr (P::kStrided) {
-      __shared__ A shared[2][2][P::kLanes][32];
-      auto& slots = shared[turn_ ^= 1];
-      for (int k = 0; k < count; ++k) slots[k][lane_][threadIdx.x % 32] = values[k];
-      __syncthreads();
-      for (int k = 0; k < count; ++k) {
-        A parts[4];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) parts[q] = slots[k][q][threadIdx.x % 32];
-#pragma unroll
-        for (int y = 4; y < P::kLanes; ++y) parts[y % 4] = M::Join(parts[y % 4], slots[k][y][threadIdx.x % 32]);
-        values[k] = M::Join(M::Join(parts[0], parts[1]), M::Join(parts[2], parts[3]));
-      }
+  template <class T>
+  __device__ void Write(T* tensor, int pack, int column, const Pack<T, kV>& values) const {
+    if (!live(pack)) return;
+    T* const target = tensor + Offset(0, pack, column);
+    if (!kShifted || (column >= 0 && column + kV <= columns())) {
+      *reinterpret_cast<Pack<T, kV>*>(target) = values;
     } else {
-      for (int k = 0; k < count; ++k) values[k] = JoinLanes<M, (P::kLanes < 32 ? P::kLanes : 32)>(values[k]);
-      if constexpr (P::kLanes > 32) {
-        constexpr int kWarps = P::kLanes / 32, kTeams = P::kThreads / P::kLanes;
-        __shared__ A shared[2][2][kTeams][kWarps];
-        auto& slots = shared[turn_ ^= 1];
-        const int team = threadIdx.x / P::kLanes, warp = lane_ / 32, lane = lane_ % 32;
-        if (lane == 0)
-          for (int k = 0; k < count; ++k) slots[k][team][warp] = values[k];
-        __syncthreads();
-        for (int k = 0; k < count; ++k) {
-          const A part = lane < kWarps ? slots[k][team][lane] : M::template Identity<A>();
-          values[k] = JoinLanes<M, 32>(part);
-        }
-      }
+#pragma unroll
+      for (int i = 0; i < kV; ++i)
+        if (Inside(column, i)) target[i] = values.Get(i);
     }
   }
 
-  template <class M, int kWidth>
-  static __device__ A JoinLanes(A value) {
+  // One value a row, in the layout of a slot.
+  template <int kSlot>
+  __device__ PerRow<A> LoadRow(const A* source) const {
+    PerRow<A> out;
 #pragma unroll
-    for (int distance = kWidth / 2; distance > 0; distance /= 2)
-      value = M::Join(value, __shfl_xor_sync(0xffffffffu, value, distance));
-    return value;
+    for (int r = 0; r < kRows; ++r) out.value[r] = __ldg(source + RowOffset<kSlot>(r));
+    return out;
+  }
+  template <int kSlot>
+  __device__ void StoreRow(A* target, const PerRow<A>& values) const {
+    if (lane_ != 0) return;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      if (live_[P::kAcross ? 0 : r]) target[RowOffset<kSlot>(r)] = values.value[r];
   }
 
-  const Geometry& shape_;
-  int64_t begin_, stride_ = 1;
-  int lane_, shift_ = 0, turn_ = 0;
+  // The join of an expression's values over each row, known to all its threads.
+  template <class M, class E>
+  __device__ PerRow<A> Reduce(const E& expression) {
+    Values<A, 1> values[kRows];
+    Fold<M>(values, expression);
+    JoinWarp<P, EachBy<M>>(values);
+    exchange_.template JoinWarps<EachBy<M>>(values);
+    return Component<0>(values);
+  }
+  // The same for an expression that is not neutral beyond a row's edges.
+  template <class M, class E>
+  __device__ PerRow<A> ReduceInside(const E& expression) {
+    return Reduce<M>([=, this](int pack, int column) {
+      return [=, this, value = expression(pack, column)](int i) {
+        return Inside(column, i) ? static_cast<A>(value(i)) : M::template Identity<A>();
+      };
+    });
+  }
+  // Both joins for one walk along the rows and one exchange between the threads.
+  template <class M, class E, class F>
+  __device__ Two Reduce(const E& first, const F& second) {
+    Values<A, 2> values[kRows];
+    Fold<M>(values, first, second);
+    JoinWarp<P, EachBy<M>>(values);
+    exchange_.template JoinWarps<EachBy<M>>(values);
+    return {Component<0>(values), Component<1>(values)};
+  }
+
+  struct MaxAndSums {
+    PerRow<A> max, exponentials, sum;
+  };
+  // max(x), sum(exp(x - max(x))) and the sum of another expression, for one exchange between warps.
+  template <class E, class... F>
+  __device__ MaxAndSums ReduceExponentials(const E& x, const F&... added) {
+    const auto finite = [](A max) { return Exponentials::FiniteOrZero(max); };
+    if constexpr (kHeld && P::kAcross) {
+      // So many rows a thread that a second exchange is cheaper than the exponentials of the joins.
+      const PerRow<A> max = Reduce<Max>(x);
+      const auto exponentials = Map([](A value, A o) { return Exp(value - o); }, x, Each(finite, max));
+      if constexpr (sizeof...(F) == 0) {
+        return {max, Reduce<Sum>(exponentials), Same(0)};
+      } else {
+        const Two sums = Reduce<Sum>(exponentials, added...);
+        return {max, sums.first, sums.second};
+      }
+    }
+    Values<A, 3> values[kRows];
+    if constexpr (kHeld) {
+      Values<A, 1> max[kRows];
+      Fold<Max>(max, x);
+      JoinWarp<P, EachBy<Max>>(max);
+      PerRow<A> origin;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) origin.value[r] = finite(max[r].v[0]);
+      const auto exponentials = Map([](A value, A o) { return Exp(value - o); }, x, origin);
+      Values<A, 1 + sizeof...(F)> sums[kRows];
+      Fold<Sum>(sums, exponentials, added...);
+      JoinWarp<P, EachBy<Sum>>(sums);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) values[r] = {max[r].v[0], sums[r].v[0], sums[r].v[sizeof...(F)]};
+    } else {
+      FoldExponentials(values, x, added...);
+      JoinWarp<P, Exponentials>(values);
+    }
+    exchange_.template JoinWarps<Exponentials>(values);
+    return {Component<0>(values), Component<1>(values), Component<2>(values)};
+  }
+
+ private:
+  static constexpr int kRun = 16;
+  static constexpr int kWide = P::kAcross ? 1 : kV;                    // columns a pack
+  static constexpr int kColumnStep = P::kLanes * P::kCluster * kWide;  // from a thread's pack to its next
+
+  // For the packs that begin in [from, to).
+  template <class Fn>
+  __device__ void ForEachPackBetween(int from, int to, Fn fn) const {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int k = 0; k < P::kPacks; ++k)
+#pragma unroll
+        for (int s = 0; s < kStarts; ++s) {
+          const int column = FirstColumn(s) + k * kColumnStep;
+          if (column >= from && column < to) fn(s * P::kPacks + k, column);
+        }
+    } else {
+      for (int column = FirstColumn(0); column < to; column += kColumnStep)
+        if (column >= from) fn(0, column);
+    }
+  }
+
+  __device__ int FirstColumn(int start) const { return lane_ * kWide - shift_[start]; }
+  __device__ int64_t ColumnStride(int slot) const {
+    return slot == 0 && !P::kAcross ? 1 : geometry_.columns.strides[0][slot];
+  }
+
+  template <int kSlot>
+  __device__ int64_t RowOffset(int r) const {
+    return P::kAcross ? offsets_[0][kSlot] + r * geometry_.steps[kSlot] : offsets_[r][kSlot];
+  }
+
+  template <int k, int kCount>
+  static __device__ PerRow<A> Component(const Values<A, kCount> (&values)[kRows]) {
+    PerRow<A> out;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) out.value[r] = values[r].v[k];
+    return out;
+  }
+
+  // A thread's joins of each expression, in kParts interleaved parts; a streamed row's also in runs of kRun packs, so
+  // that rounding errors grow with the square root of a row's length instead of with the length.
+  template <class M, class... Es>
+  __device__ void Fold(Values<A, sizeof...(Es)> (&out)[kRows], const Es&... es) const {
+    constexpr int kCount = sizeof...(Es), kParts = P::kAcross || kV == 1 ? 1 : 2;
+    Values<A, kCount> run[kParts][kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        out[r].v[k] = M::template Identity<A>();
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) run[part][r].v[k] = M::template Identity<A>();
+      }
+    const auto flush = [&] {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+          out[r].v[k] =
+              M::Join(out[r].v[k], kParts == 1 ? run[0][r].v[k] : M::Join(run[0][r].v[k], run[kParts - 1][r].v[k]));
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) run[part][r].v[k] = M::template Identity<A>();
+        }
+    };
+    const auto add = [&](int pack, int column) {
+      const auto join = [&](const auto&... values) {
+#pragma unroll
+        for (int i = 0; i < kV; ++i) {
+          Values<A, kCount>& target = run[i % kParts][P::kAcross ? i : pack / kPerRow];
+          int k = 0;
+          ((target.v[k] = M::Join(target.v[k], static_cast<A>(values(i))), ++k), ...);
+        }
+      };
+      join(es(pack, column)...);
+    };
+    ForEachPack(add, flush);
+  }
+
+  // A streamed row's share of max, sum of exponentials and sum, in one walk; in runs as Fold.
+  template <class E, class... F>
+  __device__ void FoldExponentials(Values<A, 3> (&out)[kRows], const E& x, const F&... added) const {
+    const Values<A, 3> nothing = {Max::Identity<A>(), 0, 0};
+    Values<A, 3> run[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) out[r] = run[r] = nothing;
+    const auto flush = [&] {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        out[r] = Exponentials::Join(out[r], run[r]);
+        run[r] = nothing;
+      }
+    };
+    const auto add = [&](int pack, int column) {
+      const auto join = [&](const auto& value, const auto&... extra) {
+        if constexpr (P::kAcross) {
+#pragma unroll
+          for (int i = 0; i < kV; ++i) run[i] = Exponentials::Join(run[i], {value(i), 1, (A{0} + ... + extra(i))});
+        } else {
+          Values<A, 3> part = nothing;
+#pragma unroll
+          for (int i = 0; i < kV; ++i) part.v[0] = Max::Join(part.v[0], value(i));
+          const A origin = Exponentials::FiniteOrZero(part.v[0]);
+#pragma unroll
+          for (int i = 0; i < kV; ++i) {
+            part.v[1] += Exp(value(i) - origin);
+            part.v[2] += (A{0} + ... + extra(i));
+          }
+          run[0] = Exponentials::Join(run[0], part);
+        }
+      };
+      join(x(pack, column), added(pack, column)...);
+    };
+    ForEachPack(add, flush);
+  }
+
+ protected:
+  const G& geometry_;
+  int lane_;
+  int64_t offsets_[kStarts][G::kSlots];
+  int shift_[kStarts];
+  bool live_[kStarts];
+  int limit_ = std::numeric_limits<int>::max();
+  Exchange<P> exchange_;
 };
 
 }  // namespace jaxops::rows

@@ -1,13 +1,17 @@
-// The CPU's row loop: brings each row, whatever its dtype and stride, to an op body as contiguous floats (or doubles).
+// The CPU's row loop: brings rows, whatever their dtype, axes and strides, to an op body as adjacent floats (or
+// doubles), in one of two forms: single rows (RowLoop of core/math_cpu.h), or, where the elements of neighbouring rows
+// are adjacent in memory, bundles of rows side by side (BundleLoop). Op bodies are written once for both.
 #ifndef JAXOPS_ROWS_ROWS_CPU_H_
 #define JAXOPS_ROWS_ROWS_CPU_H_
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
-#include <tuple>
-#include <type_traits>
+#include <new>
+#include <optional>
+#include <vector>
 
 #include "core/handler.h"
 #include "core/math_cpu.h"
@@ -16,39 +20,129 @@
 
 namespace jaxops {
 
-// Rows that lie side by side (inner > 1) travel this many at a time: one cache line of floats. Both directions go
-// through squares of this size, so that every cache line is used whole while it is there.
-inline constexpr int64_t kBundle = 16;
+// The operands or the result of a row kernel, and the slot of its layout. Without a buffer it is absent, or (Diagonal)
+// stands for where its layout's offsets are not negative.
+struct RowTensor {
+  void* data = nullptr;
+  DataType type = DataType::INVALID;
+  int slot = 0;
 
-// Calls copy(column, row) for all columns of `width` neighbouring rows, square by square.
-template <class Copy>
-JAXOPS_INLINE void ForEachSquare(int64_t columns, int64_t width, Copy copy) {
-  for (int64_t begin = 0; begin < columns; begin += kBundle) {
-    const int64_t end = begin + kBundle < columns ? begin + kBundle : columns;
-    for (int64_t w = 0; w < width; ++w)
-      for (int64_t c = begin; c < end; ++c) copy(c, w);
+  RowTensor(const std::optional<AnyBuffer>& buffer, int slot) : slot(slot) {
+    if (!buffer) return;
+    data = buffer->untyped_data();
+    type = buffer->element_type();
   }
+  static RowTensor Diagonal(bool present, int slot) {
+    RowTensor tensor(std::nullopt, slot);
+    if (present) tensor.type = DataType::TOKEN;
+    return tensor;
+  }
+  bool present() const { return type != DataType::INVALID; }
+};
+
+// The elements of one value a row, null if absent.
+template <class A>
+A* RowValues(const std::optional<AnyBuffer>& buffer) {
+  return buffer ? static_cast<A*>(buffer->untyped_data()) : nullptr;
 }
 
-// rows[w * pitch + c] = source[c * stride + w]
+// What a call of an op body works on: a row, or a bundle.
+template <int kSlots>
+struct Position {
+  int64_t task;
+  int64_t offsets[kSlots];  // of the block's first row in every layout
+  const int64_t* steps;     // to the next row's
+  int64_t row = 0;          // of the block
+
+  // That of row w of a bundle, or of the row itself.
+  JAXOPS_INLINE int64_t Offset(int slot, int64_t w) const { return offsets[slot] + (row + w) * steps[slot]; }
+};
+
+namespace rows_internal {
+
 template <class A, class T>
-JAXOPS_CLONES void Gather(const T* source, int64_t stride, int64_t columns, int64_t width, int64_t pitch, A* rows) {
-  if (stride == 1) {
-    for (int64_t c = 0; c < columns; ++c) rows[c] = ToFloat(source[c]);
-  } else {
-    ForEachSquare(columns, width, [=](int64_t c, int64_t w) { rows[w * pitch + c] = ToFloat(source[c * stride + w]); });
+struct Elements {
+  const T* data;
+  JAXOPS_INLINE A operator()(int64_t offset) const { return static_cast<A>(ToFloat(data[offset])); }
+};
+template <class A>
+struct NotNegative {
+  JAXOPS_INLINE A operator()(int64_t offset) const { return offset >= 0 ? A{1} : A{0}; }
+};
+
+// Copies between a tensor and a buffer: `rows` rows, row_step apart, each in runs of `length` columns, `step` apart. In
+// the buffer element c of row r is number c * lanes + r, or, if lanes = 0, r * columns + c.
+struct Copy {
+  const std::vector<int64_t>* runs;
+  int64_t length, step, rows, row_step, lanes;
+
+  int64_t columns() const { return static_cast<int64_t>(runs->size()) * length; }
+
+  template <class Move>
+  JAXOPS_INLINE void ForEach(Move move) const {
+    if (lanes == 0 && step == 1 && runs->size() == 1 && (rows == 1 || row_step == length)) {
+#pragma omp simd
+      for (int64_t i = 0; i < rows * length; ++i) move(i, i);
+    } else if (lanes == 0) {
+      int64_t position = 0;
+      for (int64_t r = 0; r < rows; ++r)
+        for (const int64_t run : *runs)
+          for (int64_t i = 0; i < length; ++i) move(r * row_step + run + i * step, position++);
+    } else {
+      int64_t position = 0;
+      for (const int64_t run : *runs)
+        for (int64_t i = 0; i < length; ++i, position += lanes) {
+          const int64_t offset = run + i * step;
+          if (row_step == 1) {
+#pragma omp simd
+            for (int64_t w = 0; w < rows; ++w) move(offset + w, position + w);
+          } else {
+            for (int64_t w = 0; w < rows; ++w) move(offset + w * row_step, position + w);
+          }
+        }
+    }
   }
+};
+
+template <class A, class Source>
+JAXOPS_CLONES void Gather(Source source, int64_t begin, const Copy& copy, A* buffer) {
+  copy.ForEach([=](int64_t offset, int64_t position) { buffer[position] = source(begin + offset); });
 }
 
 template <class A, class T>
-JAXOPS_CLONES void Scatter(const A* rows, int64_t stride, int64_t columns, int64_t width, int64_t pitch, T* target) {
-  if (stride == 1) {
-    for (int64_t c = 0; c < columns; ++c) target[c] = FromFloat<T>(rows[c]);
-  } else {
-    ForEachSquare(columns, width,
-                  [=](int64_t c, int64_t w) { target[c * stride + w] = FromFloat<T>(rows[w * pitch + c]); });
-  }
+JAXOPS_CLONES void Scatter(const A* buffer, int64_t begin, const Copy& copy, T* target) {
+  copy.ForEach([=](int64_t offset, int64_t position) { target[begin + offset] = FromFloat<T>(buffer[position]); });
 }
+
+// The column axes as runs along the innermost one.
+template <int kSlots>
+struct Columns {
+  int64_t length = 1;
+  const int64_t* strides;
+  std::array<std::vector<int64_t>, kSlots> runs;
+
+  explicit Columns(const Axes<kSlots>& axes) : strides(axes.strides[axes.count - 1]) {
+    length = axes.sizes[axes.count - 1];
+    const int64_t count = length > 0 ? axes.total / length : 0;
+    for (auto& list : runs) list.resize(count);
+    for (int64_t run = 0; run < count; ++run) {
+      int64_t offsets[kSlots];
+      axes.Offsets(run * length, offsets);
+      for (int slot = 0; slot < kSlots; ++slot) runs[slot][run] = offsets[slot];
+    }
+  }
+
+  Copy Rows(int slot, int64_t rows = 1, int64_t row_step = 0, int64_t lanes = 0) const {
+    return {&runs[slot], length, strides[slot], rows, row_step, lanes};
+  }
+  bool Adjacent(int slot) const { return runs[slot].size() == 1 && strides[slot] == 1; }
+};
+
+struct AlignedDelete {
+  void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
+};
+
+}  // namespace rows_internal
 
 // Calls visit.operator()<T>() for the element type of a tensor whose rows are computed in A.
 template <class A, class Visit>
@@ -69,91 +163,278 @@ template <class Visit>
 Error VisitAccumulator(const char* handler, std::initializer_list<AnyBuffer> tensors, Visit visit) {
   const DataType accumulator = AccumulatorType(tensors.begin()->element_type());
   for (const AnyBuffer& tensor : tensors) {
-    const DataType type = tensor.element_type();
-    const bool floating =
-        type == DataType::F64 || type == DataType::F32 || type == DataType::F16 || type == DataType::BF16;
-    if (!floating || AccumulatorType(type) != accumulator) {
+    if (!IsFloating(tensor.element_type()) || AccumulatorType(tensor.element_type()) != accumulator) {
       return Invalid(handler, "element types must be f64 throughout, or any of f32, f16 and bf16");
     }
   }
   return accumulator == DataType::F64 ? visit.template operator()<double>() : visit.template operator()<float>();
 }
 
-// Calls body(task, row, inputs, outputs) for every row: inputs[k] and outputs[k] point at its `columns` values.
-// Each group's rows are split into `tasks` consecutive ranges; a task never leaves its group, and the split depends on
-// nothing but the shape, so sums taken task by task do not change with the number of threads.
-template <class A, size_t kInputs, size_t kOutputs, class Body>
-Error ForEachRow(Device& pool, const RowShape& shape, int64_t tasks, const std::array<AnyBuffer, kInputs>& inputs,
-                 const std::array<AnyBuffer, kOutputs>& outputs, const Body& body) {
-  if (shape.size() == 0) return Error::Success();
-  const int64_t columns = shape.columns, inner = shape.inner;
-  const int64_t width = std::min(inner, kBundle);
-  const int64_t bundles_per_row = (inner + width - 1) / width;
-  const int64_t bundles = shape.rows * bundles_per_row;
-  const int64_t workers = std::max<int64_t>(1, std::min(pool.num_threads(), tasks * shape.groups));
-  const DataType direct = std::is_same_v<A, double> ? DataType::F64 : DataType::F32;
-  // Rows a power of two apart would all fall into the same few sets of the cache.
-  const int64_t pitch = columns + kBundle, tensor_size = width * pitch,
-                worker_size = (kInputs + kOutputs) * tensor_size;
-  const auto scratch = std::make_unique_for_overwrite<A[]>(workers * worker_size);
+// Brings a tensor's elements into a buffer.
+template <class A>
+void GatherTensor(const RowTensor& tensor, int64_t begin, const rows_internal::Copy& copy, A* buffer) {
+  using namespace rows_internal;
+  if (tensor.type == DataType::TOKEN) return Gather<A>(NotNegative<A>{}, begin, copy, buffer);
+  if (tensor.type == DataType::PRED) {
+    return Gather<A>(Elements<A, bool>{static_cast<const bool*>(tensor.data)}, begin, copy, buffer);
+  }
+  VisitElement<A>(tensor.type,
+                  [&]<class T> { Gather<A>(Elements<A, T>{static_cast<const T*>(tensor.data)}, begin, copy, buffer); });
+}
 
-  const auto run = [&](int64_t worker, int64_t task) {
-    A* const buffers = scratch.get() + worker * worker_size;
-    const int64_t group = task / tasks, part = task % tasks;
-    for (int64_t bundle = bundles * part / tasks; bundle < bundles * (part + 1) / tasks; ++bundle) {
-      const int64_t first = bundle % bundles_per_row * width, count = std::min(width, inner - first);
-      const int64_t outer = group * shape.rows + bundle / bundles_per_row;
-      const int64_t offset = outer * columns * inner + first;
-      std::array<A*, kInputs + kOutputs> rows;
-      for (size_t k = 0; k < rows.size(); ++k) {
-        const AnyBuffer& tensor = k < kInputs ? inputs[k] : outputs[k - kInputs];
-        const bool in_place = inner == 1 && tensor.element_type() == direct;
-        rows[k] = in_place ? static_cast<A*>(tensor.untyped_data()) + offset : buffers + k * tensor_size;
-        if (in_place || k >= kInputs) continue;
-        VisitElement<A>(tensor.element_type(), [&]<class T> {
-          Gather<A, T>(static_cast<const T*>(tensor.untyped_data()) + offset, inner, columns, count, pitch, rows[k]);
-        });
+// The tensors of a block of rows (or of one bundle), in place or in buffers; from one row to the next `pitches` apart.
+template <class A, int kSlots, size_t kInputs, size_t kOutputs>
+struct Block {
+  Position<kSlots> position;
+  int64_t rows;
+  std::array<A*, kInputs + kOutputs> data;
+  std::array<int64_t, kInputs + kOutputs> pitches;
+
+  // Calls body(loop, position, inputs, outputs) for every row.
+  template <class Loop, class Body>
+  JAXOPS_CLONES void Run(const Loop& loop, const Body& body) {
+    for (; position.row < rows; ++position.row) {
+      const int64_t row = position.row;
+      std::array<const A*, kInputs> in;
+      std::array<A*, kOutputs> out;
+      for (size_t k = 0; k < kInputs; ++k) in[k] = data[k] + row * pitches[k];
+      for (size_t k = 0; k < kOutputs; ++k) out[k] = data[kInputs + k] + row * pitches[kInputs + k];
+      body(loop, position, in, out);
+    }
+  }
+};
+
+// Walks the rows of a call, by lines along the innermost of their axes.
+//
+// Rows of floats are used in place, all others go through buffers. What a RowLoop writes behind a row is the beginning
+// of rows that the same task computes next; rows without enough of them behind are computed without. Bundles are in
+// place if all their tensors are floats of x's layout.
+template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
+class RowWalk {
+ public:
+  RowWalk(const RowShape<kSlots>& shape, int64_t tasks, const std::array<RowTensor, kInputs>& inputs,
+          const std::array<RowTensor, kOutputs>& outputs, const Body& body)
+      : shape_(shape),
+        tasks_(tasks),
+        body_(body),
+        columns_(shape.columns),
+        n_(shape.columns.total),
+        line_(shape.rows.sizes[shape.rows.count - 1]),
+        steps_(shape.rows.strides[shape.rows.count - 1]),
+        bundled_(steps_[kFull] == 1 && line_ >= kPack / 4),
+        dense_(steps_[kFull] == n_) {
+    for (size_t k = 0; k < kTensors; ++k) tensors_.push_back(k < kInputs ? inputs[k] : outputs[k - kInputs]);
+    bool uniform = columns_.runs[kFull].size() == 1;
+    for (const RowTensor& t : tensors_) uniform &= !t.present() || (t.slot == kFull && Direct(t));
+    for (size_t k = 0; k < kTensors; ++k) {
+      const RowTensor& t = tensors_[k];
+      const bool padded = t.slot == kFull || n_ % kPack == 0;
+      in_place_[k] = t.present() && (bundled_ ? uniform : Direct(t) && columns_.Adjacent(t.slot) && padded);
+      guarded_ |= in_place_[k] && n_ % kPack != 0;
+    }
+    // A block's buffers stay in the nearest cache, a bundle's in the second.
+    constexpr int64_t kMaxLanes = BundleLoop<A>::kMaxLanes, kBlockElements = 1024, kBundleElements = 1 << 17;
+    const int64_t fitting = (bundled_ ? kBundleElements : kBlockElements) / std::max<int64_t>(n_, 1);
+    if (!bundled_) {
+      width_ = std::clamp<int64_t>(fitting, 1, line_);
+    } else if (uniform) {
+      width_ = std::min(line_, kMaxLanes);
+    } else {
+      width_ = std::min(line_, std::clamp(fitting / kPack * kPack, kPack, kMaxLanes));
+    }
+    pitch_ = uniform ? columns_.strides[kFull] : RoundUp(width_, kPack);
+    buffer_size_ = RoundUp((bundled_ ? RoundUp(width_, kPack) : width_) * n_, kPack) + kPack;
+  }
+
+  void Run(Device& pool) const {
+    const int64_t tasks = tasks_ * shape_.groups.total;
+    const int64_t workers = std::max<int64_t>(1, std::min(pool.num_threads(), tasks));
+    const std::unique_ptr<A, rows_internal::AlignedDelete> buffers(
+        static_cast<A*>(::operator new(workers * kTensors * buffer_size_ * sizeof(A), std::align_val_t{64})));
+    ParallelFor(pool, workers, tasks, [&](int64_t worker, int64_t task) {
+      State state;
+      state.task = task;
+      state.buffers = buffers.get() + worker * static_cast<int64_t>(kTensors) * buffer_size_;
+      shape_.groups.Offsets(task / tasks_, state.group);
+      state.gathered.fill(std::numeric_limits<int64_t>::min());
+      if (bundled_) {
+        WalkBundles(state);
+      } else {
+        WalkRows(state);
       }
-      for (int64_t w = 0; w < count; ++w) {
-        std::array<const A*, kInputs> in;
-        std::array<A*, kOutputs> out;
-        for (size_t k = 0; k < kInputs; ++k) in[k] = rows[k] + w * pitch;
-        for (size_t k = 0; k < kOutputs; ++k) out[k] = rows[kInputs + k] + w * pitch;
-        body(task, outer * inner + first + w, in, out);
+    });
+  }
+
+ private:
+  static constexpr int kFull = 0;
+  static constexpr size_t kTensors = kInputs + kOutputs;
+
+  // Of one task.
+  struct State {
+    int64_t task;
+    A* buffers;
+    int64_t group[kSlots];
+    std::array<int64_t, kTensors> gathered;  // where the buffers' contents begin
+  };
+
+  static bool Direct(const RowTensor& t) {
+    return t.type == (std::is_same_v<A, double> ? DataType::F64 : DataType::F32);
+  }
+
+  void WalkRows(State& state) const {
+    const int64_t part = state.task % tasks_, total = shape_.rows.total;
+    const int64_t end = total * (part + 1) / tasks_;
+    for (int64_t row = total * part / tasks_, count; row < end; row += count) {
+      const int64_t line_end = std::min(end, (row / line_ + 1) * line_);
+      count = std::min(width_, line_end - row);
+      bool exact = guarded_;
+      if (guarded_ && dense_) {
+        // Lines follow each other in memory where there is one group.
+        const int64_t following = (shape_.groups.total == 1 ? end : line_end) - row - (kPack - 2 + n_) / n_;
+        exact = following <= 0;
+        if (!exact) count = std::min(count, following);
       }
-      for (size_t k = 0; k < kOutputs; ++k) {
-        const AnyBuffer& tensor = outputs[k];
-        if (inner == 1 && tensor.element_type() == direct) continue;
-        VisitElement<A>(tensor.element_type(), [&]<class T> {
-          Scatter<A, T>(rows[kInputs + k], inner, columns, count, pitch,
-                        static_cast<T*>(tensor.untyped_data()) + offset);
-        });
+      Compute(RowLoop<A>{n_, !exact}, row, count, state);
+    }
+  }
+
+  void WalkBundles(State& state) const {
+    const int64_t part = state.task % tasks_, bundles_per_line = (line_ + width_ - 1) / width_;
+    const int64_t total = shape_.rows.total / line_ * bundles_per_line;
+    for (int64_t bundle = total * part / tasks_; bundle < total * (part + 1) / tasks_; ++bundle) {
+      const int64_t first = bundle % bundles_per_line * width_, count = std::min(width_, line_ - first);
+      const int64_t lanes = in_place_[0] ? count : RoundUp(count, kPack);
+      Compute(BundleLoop<A>{n_, pitch_, lanes, count}, bundle / bundles_per_line * line_ + first, count, state);
+    }
+  }
+
+  // Computes `count` rows from `row` on.
+  template <class Loop>
+  void Compute(const Loop& loop, int64_t row, int64_t count, State& state) const {
+    Block<A, kSlots, kInputs, kOutputs> block;
+    block.rows = bundled_ ? 1 : count;
+    block.position.task = state.task;
+    block.position.steps = steps_;
+    int64_t begin[kSlots];
+    shape_.rows.Offsets(row, begin);
+    for (int slot = 0; slot < kSlots; ++slot) block.position.offsets[slot] = begin[slot] += state.group[slot];
+    const auto copy = [&](int slot) {
+      const int64_t rows = steps_[slot] != 0 ? count : bundled_ ? width_ : 1;
+      return columns_.Rows(slot, rows, steps_[slot], bundled_ ? pitch_ : 0);
+    };
+    for (size_t k = 0; k < kTensors; ++k) {
+      const RowTensor& t = tensors_[k];
+      const int64_t step = steps_[t.slot];
+      block.pitches[k] = !t.present() || step == 0 ? 0 : in_place_[k] ? step : n_;
+      if (!t.present()) {
+        block.data[k] = nullptr;
+      } else if (in_place_[k]) {
+        block.data[k] = static_cast<A*>(t.data) + begin[t.slot];
+      } else {
+        const bool shared = k == kInputs && block.rows == 1 && !in_place_[0];
+        block.data[k] = state.buffers + (shared ? 0 : static_cast<int64_t>(k) * buffer_size_);
+        if (k < kInputs && !(step == 0 && state.gathered[k] == begin[t.slot])) {
+          GatherTensor<A>(t, begin[t.slot], copy(t.slot), block.data[k]);
+          state.gathered[k] = begin[t.slot];
+        }
       }
     }
-  };
-  ParallelFor(pool, workers, tasks * shape.groups, run);
-  return Error::Success();
+    block.Run(loop, body_);
+    for (size_t k = kInputs; k < kTensors; ++k) {
+      const RowTensor& t = tensors_[k];
+      if (!t.present() || in_place_[k]) continue;
+      VisitElement<A>(t.type, [&]<class T> {
+        rows_internal::Scatter<A>(block.data[k], begin[t.slot], copy(t.slot), static_cast<T*>(t.data));
+      });
+    }
+  }
+
+  const RowShape<kSlots>& shape_;
+  const int64_t tasks_;
+  const Body& body_;
+  const rows_internal::Columns<kSlots> columns_;
+  const int64_t n_, line_;
+  const int64_t* const steps_;  // along a line
+  const bool bundled_, dense_;  // dense: a row begins where the one before it in its line ends
+  bool guarded_ = false;        // a row in place may not be followed by what a RowLoop can write to
+  std::vector<RowTensor> tensors_;
+  std::array<bool, kTensors> in_place_;
+  int64_t width_, pitch_, buffer_size_;  // width: rows of a block or bundle
+};
+
+// Calls body(loop, position, inputs, outputs) for every row, loop being a RowLoop, or every bundle, loop being a
+// BundleLoop: inputs[k] and outputs[k] point at the elements as the loop counts them, or are null where the tensor is
+// absent. outputs[0] may be the same memory as inputs[0], and only that.
+//
+// Each group's rows are split into `tasks` consecutive ranges; a task never leaves its group, and the split depends on
+// nothing but the shape, so sums taken task by task do not change with the number of threads.
+template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
+void ForEachRow(Device& pool, const RowShape<kSlots>& shape, int64_t tasks,
+                const std::array<RowTensor, kInputs>& inputs, const std::array<RowTensor, kOutputs>& outputs,
+                const Body& body) {
+  if (shape.total_rows() > 0)
+    RowWalk<A, kSlots, kInputs, kOutputs, Body>(shape, tasks, inputs, outputs, body).Run(pool);
 }
 
 // Enough tasks that each holds about 16 Ki elements, at most 256 a group.
-inline int64_t TasksPerGroup(const RowShape& shape) {
-  const int64_t elements = shape.rows_per_group() * shape.columns;
-  return std::clamp<int64_t>(elements >> 14, 1, 256);
+template <int kSlots>
+int64_t TasksPerGroup(const RowShape<kSlots>& shape) {
+  return std::clamp<int64_t>(shape.rows.total * shape.columns.total >> 14, 1, 256);
 }
 
-// Writes output = body(input...) row by row: the whole of an op without parameters.
-template <size_t kInputs, class Body>
-Error MapRows(const char* handler, Device& pool, const std::array<AnyBuffer, kInputs>& inputs, const AnyBuffer& output,
-              const Body& body) {
-  RowShape shape;
-  for (const AnyBuffer& input : inputs) JAXOPS_RETURN_IF_ERROR(ParseRows(handler, {input, output}, &shape));
-  return VisitAccumulator(handler, {inputs.front(), inputs.back(), output}, [&]<class A> {
-    return ForEachRow<A, kInputs, 1>(pool, shape, TasksPerGroup(shape), inputs, {output},
-                                     [&](int64_t, int64_t, const auto& in, const auto& out) {
-                                       std::apply([&](auto... rows) { body(shape.columns, rows..., out[0]); }, in);
-                                     });
-  });
+// sum[i] = values[0][i] + values[1][i] + ..., in double, a block of columns at a time.
+template <class A>
+JAXOPS_CLONES void AddRows(int64_t rows, int64_t n, const A* values, A* sum) {
+  constexpr int64_t kBlock = 64;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t width = std::min(kBlock, n - begin);
+    double total[kBlock] = {};
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = 0; i < width; ++i) total[i] += values[r * n + begin + i];
+    for (int64_t i = 0; i < width; ++i) sum[begin + i] = static_cast<A>(total[i]);
+  }
 }
+
+// The sums over the rows of each group: one partial sum a task, [results, groups, tasks, columns], in the workspace.
+template <class A>
+class ColumnSums {
+ public:
+  template <int kSlots>
+  ColumnSums(const RowShape<kSlots>& shape, const SummedResults& results)
+      : results_(results),
+        columns_(shape.columns.total),
+        groups_(shape.groups.total),
+        tasks_(results.count ? std::min(results.chunks, TasksPerGroup(shape)) : TasksPerGroup(shape)) {
+    if (results.count) std::fill_n(Partial(0, 0), results.count * groups_ * tasks_ * columns_, A{0});
+  }
+
+  // As many chunks as tasks; the rest of the workspace is for devices with more of them.
+  int64_t tasks() const { return tasks_; }
+
+  // task: of all groups, as in Position.
+  A* Partial(int result, int64_t task) const {
+    return static_cast<A*>(results_.workspace) + (result * groups_ * tasks_ + task) * columns_;
+  }
+
+  template <int kSlots>
+  void Finish(Device& pool, const RowShape<kSlots>& shape, int slot) const {
+    if (results_.count == 0) return;
+    const rows_internal::Columns<kSlots> columns(shape.columns);
+    ParallelFor(pool, std::min(pool.num_threads(), groups_), groups_, [&](int64_t, int64_t group) {
+      int64_t offsets[kSlots];
+      shape.groups.Offsets(group, offsets);
+      for (int result = 0; result < results_.count; ++result) {
+        A* const sums = Partial(result, group * tasks_);  // the first task's place
+        AddRows(tasks_, columns_, sums, sums);
+        rows_internal::Scatter<A>(sums, offsets[slot], columns.Rows(slot), static_cast<A*>(results_.results[result]));
+      }
+    });
+  }
+
+ private:
+  SummedResults results_;
+  int64_t columns_, groups_, tasks_;
+};
 
 }  // namespace jaxops
 

@@ -50,4 +50,4 @@ def layer_norm(
       >>> jaxops.layer_norm(jnp.array([[1.0, 3.0], [10.0, 10.0]]), jnp.array([2.0, 2.0]), epsilon=0.0).round(3)[0]
       Array([-2.,  2.], dtype=float32)
     """
-    return _norm.apply("layer_norm", True, x, scale, bias, axis, epsilon, where, residual, dtype)
+    return _norm.apply("layer_norm", x, scale, bias, axis, epsilon, where, residual, dtype)

@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxops._rows import RowKernel, accumulator
 from jaxops.ops import _logits
 
 
-def _plain_forward(x, *, axes, dtype):
-    return (jax.nn.log_softmax(x.astype(accumulator(x.dtype)), axis=axes).astype(dtype),)
+def _plain_forward(x, scale, bias, where, *, axes, dtype, **causal):
+    z, mask = _logits.plain_logits(x, scale, bias, where, **causal)
+    return (jax.nn.log_softmax(z, axis=axes, where=mask).astype(dtype),)
 
 
-def _plain_backward(x, dy, *, axes, dtype):
-    wide = accumulator(x.dtype)
-    x, dy = x.astype(wide), dy.astype(wide)
-    return ((dy - jax.nn.softmax(x, axis=axes) * jnp.sum(dy, axis=axes, keepdims=True)).astype(dtype),)
+def _plain_backward(x, scale, bias, where, dy, *, axes, kept, dtype, masked, **causal):
+    z, mask = _logits.plain_logits(x, scale, bias, where, **causal)
+    visible = mask if masked else True
+    dy = jnp.where(visible, dy.astype(z.dtype), 0)
+    dz = dy - jax.nn.softmax(z, axis=axes, where=mask) * jnp.sum(dy, axis=axes, keepdims=True)
+    return _logits.plain_gradients(jnp.where(visible, dz, 0), scale, axes=axes, kept=kept, dtype=dtype)
 
 
-_forward = RowKernel("log_softmax_fwd", "x: full -> y: full", _plain_forward)
-_backward = RowKernel("log_softmax_bwd", "x: full, dy: full -> dx: full", _plain_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _log_softmax(x, axes, dtype):
-    return _forward(x, axes=axes, dtype=dtype)[0]
-
-
-def _log_softmax_fwd(x, axes, dtype):
-    return _log_softmax(x, axes, dtype), x
-
-
-def _log_softmax_bwd(axes, dtype, x, dy):
-    return (_backward(x, dy, axes=axes, dtype=x.dtype)[0],)
-
-
-_log_softmax.defvjp(_log_softmax_fwd, _log_softmax_bwd)
+_KERNELS = _logits.Kernels.declare("log_softmax", _plain_forward, _plain_backward, from_result=False)
 
 
 def log_softmax(
@@ -82,6 +65,4 @@ def log_softmax(
       >>> jaxops.log_softmax(jnp.array([0.0, 0.0], jnp.bfloat16), dtype=jnp.float32)
       Array([-0.6931472, -0.6931472], dtype=float32)
     """
-    return _logits.apply(
-        "log_softmax", _log_softmax, jax.nn.log_softmax, -np.inf, x, axis, where, scale, bias, causal, dtype
-    )
+    return _logits.apply("log_softmax", _KERNELS, jax.nn.log_softmax, x, axis, where, scale, bias, causal, dtype)

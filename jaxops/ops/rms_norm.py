@@ -43,4 +43,4 @@ def rms_norm(
       >>> jaxops.rms_norm(jnp.array([3.0, 4.0]), epsilon=0.0)
       Array([0.84852815, 1.1313709 ], dtype=float32)
     """
-    return _norm.apply("rms_norm", False, x, scale, None, axis, epsilon, None, residual, dtype)
+    return _norm.apply("rms_norm", x, scale, None, axis, epsilon, None, residual, dtype)

@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxops._rows import RowKernel, accumulator
+from jaxops._rows import accumulator
 from jaxops.ops import _logits
 
 
-def _plain_forward(x, *, axes, dtype):
-    return (jax.nn.softmax(x.astype(accumulator(x.dtype)), axis=axes).astype(dtype),)
+def _plain_forward(x, scale, bias, where, *, axes, dtype, **causal):
+    z, mask = _logits.plain_logits(x, scale, bias, where, **causal)
+    return (jax.nn.softmax(z, axis=axes, where=mask).astype(dtype),)
 
 
-def _plain_backward(y, dy, *, axes, dtype):
-    wide = accumulator(y.dtype)
-    y, dy = y.astype(wide), dy.astype(wide)
-    return ((y * (dy - jnp.sum(y * dy, axis=axes, keepdims=True))).astype(dtype),)
+def _plain_backward(y, scale, bias, where, dy, *, axes, kept, dtype, masked, **causal):
+    del bias, where, causal  # y tells what is masked
+    y, dy = (value.astype(accumulator(value.dtype)) for value in (y, dy))
+    hidden = masked & (y == 0)
+    dy = jnp.where(hidden, 0, dy)
+    dz = jnp.where(hidden, 0, y * (dy - jnp.sum(y * dy, axis=axes, keepdims=True)))
+    return _logits.plain_gradients(dz, scale, axes=axes, kept=kept, dtype=dtype)
 
 
-_forward = RowKernel("softmax_fwd", "x: full -> y: full", _plain_forward)
-_backward = RowKernel("softmax_bwd", "y: full, dy: full -> dx: full", _plain_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _differentiable(x, axes, dtype, x_dtype):
-    del x_dtype  # only the backward pass needs it
-    return _forward(x, axes=axes, dtype=dtype)[0]
-
-
-def _differentiable_fwd(x, axes, dtype, x_dtype):
-    y = _differentiable(x, axes, dtype, x_dtype)
-    return y, y
-
-
-def _differentiable_bwd(axes, dtype, x_dtype, y, dy):
-    return (_backward(y, dy, axes=axes, dtype=x_dtype)[0],)
-
-
-_differentiable.defvjp(_differentiable_fwd, _differentiable_bwd)
-
-
-def _softmax(x, axes, dtype):
-    return _differentiable(x, axes, dtype, x.dtype)
+_KERNELS = _logits.Kernels.declare("softmax", _plain_forward, _plain_backward, from_result=True)
 
 
 def softmax(
@@ -88,4 +68,4 @@ def softmax(
       Array([[1., 0.],
              [0., 1.]], dtype=float32)
     """
-    return _logits.apply("softmax", _softmax, jax.nn.softmax, 0.0, x, axis, where, scale, bias, causal, dtype)
+    return _logits.apply("softmax", _KERNELS, jax.nn.softmax, x, axis, where, scale, bias, causal, dtype)

@@ -1,39 +1,55 @@
 #include <cmath>
+#include <limits>
 
-#include "rows/rows_cpu.h"
+#include "ops/logits/logits_cpu.h"
 
 namespace jaxops {
 namespace {
 
-// y = x - max - log(sum(exp(x - max)))
-template <class A>
-JAXOPS_CLONES void ForwardRow(int64_t n, const A* x, A* y) {
-  const A max = MaxOf<A>(n, [=](int64_t i) { return x[i]; });
-  const A log_sum = std::log(SumOf<A>(n, [=](int64_t i) { return Exp(x[i] - max); }));
-  for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - max) - log_sum;
+// y = z - max - log(sum(exp(z - max)))
+template <class Loop, class A>
+JAXOPS_INLINE void ForwardRow(const Loop& loop, const A* z, const Visible<A>& visible, A* y) {
+  const auto max = loop.Max([&](int64_t i, int64_t) { return z[i]; });
+  auto log_sum = loop.Sum([&](int64_t i, int64_t w) { return Exp(z[i] - max[w]); });
+  for (int64_t w = 0; w < loop.rows; ++w) log_sum[w] = std::log(log_sum[w]);
+  loop.ForEach([&](int64_t i, int64_t w) { y[i] = (z[i] - max[w]) - log_sum[w]; });
+  FillMasked(loop, visible, -std::numeric_limits<A>::infinity(), y);
 }
 
-// dx = dy - softmax(x) sum(dy). The softmax comes from x, not from y: exp of a rounded y would lose up to |y| ulp.
-template <class A>
-JAXOPS_CLONES void BackwardRow(int64_t n, const A* x, const A* dy, A* dx) {
-  const A max = MaxOf<A>(n, [=](int64_t i) { return x[i]; });
-  const A total = SumOf<A>(n, [=](int64_t i) { return dy[i]; });
-  const A sum = SumOf<A>(n, [=](int64_t i) { return Exp(x[i] - max); });
-  const A factor = total / sum;
-  for (int64_t i = 0; i < n; ++i) dx[i] = dy[i] - Exp(x[i] - max) * factor;
+// dz = dy - softmax(z) sum(dy), dy taken as 0 where masked. The softmax comes from z, not from y: exp of a rounded y
+// would lose up to |y| ulp.
+template <class Loop, class A>
+JAXOPS_INLINE void BackwardRow(const Loop& loop, const A* z, const Visible<A>& visible, const A* dy, A* dz) {
+  const auto max = loop.Max([&](int64_t i, int64_t) { return z[i]; });
+  const auto sum = loop.Sum([&](int64_t i, int64_t w) { return dz[i] = Exp(z[i] - max[w]); });
+  auto factor = visible.all() ? loop.Sum([&](int64_t i, int64_t) { return dy[i]; })
+                              : loop.Sum([&](int64_t i, int64_t) { return visible(i) ? dy[i] : A{0}; });
+  for (int64_t w = 0; w < loop.rows; ++w) factor[w] /= sum[w];
+  loop.ForEach([&](int64_t i, int64_t w) { dz[i] = dy[i] - dz[i] * factor[w]; });
+  FillMasked(loop, visible, A{0}, dz);
 }
 
-Error Forward(Device pool, AnyBuffer x, BufferResult y) {
-  return MapRows<1>("log_softmax_fwd", pool, {x}, *y, [](auto... row) { ForwardRow(row...); });
+Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+              int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where) {
+  const char* handler = "log_softmax_fwd";
+  LogitsCall call;
+  JAXOPS_RETURN_IF_ERROR(ParseLogits(
+      handler, /*backward=*/false, {axes, query_axis, key_axis, has_scale, has_bias, has_where}, args, results, &call));
+  return MapLogits(handler, pool, call, [](const auto&... row) { ForwardRow(row...); });
 }
 
-Error Backward(Device pool, AnyBuffer x, AnyBuffer dy, BufferResult dx) {
-  return MapRows<2>("log_softmax_bwd", pool, {x, dy}, *dx, [](auto... row) { BackwardRow(row...); });
+Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+               int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool masked,
+               bool has_dbias) {
+  const char* handler = "log_softmax_bwd";
+  LogitsCall call;
+  JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, /*backward=*/true,
+                                     {axes, query_axis, key_axis, has_scale, has_bias, has_where, masked, has_dbias},
+                                     args, results, &call));
+  return MapGradient(handler, pool, call, /*logits=*/true, [](const auto&... row) { BackwardRow(row...); });
 }
 
 }  // namespace
 }  // namespace jaxops
 
-JAXOPS_HANDLER(log_softmax_fwd, jaxops::Forward, Arg<jaxops::AnyBuffer>().Ret<jaxops::AnyBuffer>());
-JAXOPS_HANDLER(log_softmax_bwd, jaxops::Backward,
-               Arg<jaxops::AnyBuffer>().Arg<jaxops::AnyBuffer>().Ret<jaxops::AnyBuffer>());
+JAXOPS_LOGITS_HANDLERS(log_softmax);

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "core/launch.cuh"
 #include "core/types.cuh"
 #include "ops/matmul/problem.h"
 
@@ -31,13 +32,13 @@ __device__ void StoreRow(const Problem& p, int64_t batch, int64_t bias_offset, i
                          const A (&sums)[kCount]) {
   if (row >= p.m || column >= p.n) return;
   const A* const bias = p.bias ? static_cast<const A*>(p.bias) + bias_offset + row * p.bias_row_stride : nullptr;
-  Pack<U, kCount> results, preactivations;
+  Pack<U, kCount> results = {}, preactivations = {};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const bool inside = column + i < p.n;
     const A z = bias && inside ? sums[i] + bias[(column + i) * p.bias_column_stride] : sums[i];
-    preactivations.lane[i] = static_cast<U>(z);
-    results.lane[i] = static_cast<U>(Activate(p.activation, z));
+    preactivations.Set(i, static_cast<U>(z));
+    results.Set(i, static_cast<U>(Activate(p.activation, z)));
   }
   const int64_t offset = (batch * p.m + row) * p.n + column;
   const auto store = [&](void* target, const Pack<U, kCount>& values) {
@@ -47,7 +48,7 @@ __device__ void StoreRow(const Problem& p, int64_t batch, int64_t bias_offset, i
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
-        if (column + i < p.n) to[i] = values.lane[i];
+        if (column + i < p.n) to[i] = values.Get(i);
     }
   };
   store(p.out, results);
@@ -73,17 +74,7 @@ template <class Kernel>
 cudaError_t LaunchTiles(cudaStream_t stream, Kernel kernel, const Problem& p, int tile_rows, int tile_columns,
                         int threads, int shared_bytes) {
   const int64_t tiles = ((p.m + tile_rows - 1) / tile_rows) * ((p.n + tile_columns - 1) / tile_columns) * p.batches;
-  if (tiles > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  if (shared_bytes > 48 * 1024) {
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (status != cudaSuccess) return status;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(tiles));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  return Launch(stream, kernel, {tiles, threads, 1, static_cast<size_t>(shared_bytes)}, p);
 }
 
 }  // namespace jaxops::matmul

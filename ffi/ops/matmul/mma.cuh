@@ -93,7 +93,7 @@ struct MmaOperand {
         const int64_t count = inside ? (kAlongK ? depth - d : rows - r) : 0;
 #pragma unroll
         for (int j = 0; j < 8; ++j)
-          if (j < count) values.lane[j] = from[j];
+          if (j < count) values.Set(j, from[j]);
         const uint4 bits = *reinterpret_cast<const uint4*>(&values);
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(bits.x), "r"(bits.y), "r"(bits.z),
                      "r"(bits.w)

@@ -2,65 +2,137 @@
 #ifndef JAXOPS_OPS_NORM_NORM_CUH_
 #define JAXOPS_OPS_NORM_NORM_CUH_
 
+#include <utility>
+
 #include "ops/norm/norm.h"
 #include "rows/row_loop.cuh"
 
 namespace jaxops {
 namespace {
 
+using Slot = NormCall;
+
+// Which positions count in the statistics, as an expression of 0 and 1; 1 everywhere unless kWhere.
+template <bool kWhere, class A>
+__device__ auto Weights(const auto& row, const uint8_t* where) {
+  if constexpr (kWhere) {
+    return row.Keep([&row, where](int pack, int column) {
+      const auto counts = row.template ReadBroadcast<Slot::kWhere>(where, pack, column);
+      return [=, &row](int i) { return counts.lane[i] && row.Inside(column, i) ? A{1} : A{0}; };
+    });
+  } else {
+    return [](int, int) { return [](int) { return A{1}; }; };
+  }
+}
+
 // y = (x - mean) rstd scale + bias; mean and rstd = 1 / sqrt(var(x) + epsilon) are kept for the backward pass.
 // The variance comes from the deviations: exact also where mean(x)^2 >> var(x). Without centring, mean is 0.
-template <bool kCentred, class T, class U>
+template <bool kCentred, bool kWhere, class T, class U>
 struct NormForwardOp {
   using A = Accumulator<T>;
-  const T* x;
-  rows::Vector<A> scale, bias;
+  static constexpr int kInputs = 1, kSlots = Slot::kWhere + 1,
+                       kBroadcasts = 1 << Slot::kScale | 1 << Slot::kBias | 1 << Slot::kWhere;
+  static constexpr bool kShort = kWhere;
+
+  const T *x, *residual;
+  const A *scale, *bias;
+  const uint8_t* where;
   A epsilon;
   U* y;
+  T* sum;
   A *mean_out, *rstd_out;
 
   __device__ void operator()(auto& row) const {
-    const auto values = row.Load(x);
-    const A share = rows::Reciprocal(static_cast<A>(row.columns));
-    A mean = 0;
-    if constexpr (kCentred) mean = row.template Reduce<rows::Sum>(values) * share;
-    const auto squares = rows::Map([=](A value) { return (value - mean) * (value - mean); }, values);
-    const A rstd = rows::Rsqrt(row.template Reduce<rows::Sum>(squares) * share + epsilon);
-    if (row.Leads()) {
-      if constexpr (kCentred) mean_out[row.index] = mean;
-      rstd_out[row.index] = rstd;
+    const auto values = row.LoadSum(x, residual, sum);
+    const auto weights = Weights<kWhere, A>(row, where);
+    const auto weighted = [](A value, A weight) { return kWhere ? (weight != 0 ? value : A{0}) : value; };
+    const A share = rows::Reciprocal(static_cast<A>(row.columns()));
+    auto shares = row.Same(share), mean = row.Same(A{0});
+    if constexpr (kWhere) {
+      const auto sums = row.template Reduce<rows::Sum>(weights, rows::Map(weighted, values, weights));
+      shares = row.Each([](A count) { return 1 / count; }, sums.first);
+      mean = row.Each([](A sum, A share) { return sum * share; }, sums.second, shares);
+    } else if constexpr (kCentred) {
+      mean = row.Each([=](A sum) { return sum * share; }, row.template Reduce<rows::Sum>(values));
     }
-    const auto result = [=](A value, A s, A b) { return (value - mean) * rstd * s + b; };
-    row.Store(y, rows::Map(result, values, row.LoadParameter(scale, A{1}), row.LoadParameter(bias, A{0})));
+    const auto square = [=](A value, A weight, A mean) {
+      const A deviation = weighted(value - mean, weight);
+      return deviation * deviation;
+    };
+    const auto squares = row.template ReduceInside<rows::Sum>(rows::Map(square, values, weights, mean));
+    const auto rstd =
+        row.Each([eps = epsilon](A sum, A share) { return rows::Rsqrt(sum * share + eps); }, squares, shares);
+    if constexpr (kCentred) row.template StoreRow<Slot::kRow>(mean_out, mean);
+    row.template StoreRow<Slot::kRow>(rstd_out, rstd);
+    const auto result = [](A value, A mean, A rstd, A s, A b) { return (value - mean) * rstd * s + b; };
+    row.Store(y, rows::Map(result, values, mean, rstd, row.template LoadParameter<Slot::kScale>(scale, A{1}),
+                           row.template LoadParameter<Slot::kBias>(bias, A{0})));
   }
 };
 
-// With x^ = (x - mean) rstd and g = dy scale:  dx = rstd (g - mean(g) - x^ mean(g x^))
+// With x^ = (x - mean) rstd, g = dy scale and w = 1 / (how many positions count) where they do:
+//   dx = rstd (g - w (sum(g) + x^ sum(g x^))) + dsum        (sum(g) only if centred)
 // and, where sums of columns are wanted, the rows' shares of dscale = sum(dy x^) and dbias = sum(dy).
-template <bool kCentred, class T, class U>
+template <bool kCentred, bool kWhere, class T, class U>
 struct NormBackwardOp {
   using A = Accumulator<T>;
+  static constexpr int kInputs = 2, kSlots = Slot::kSlots,
+                       kBroadcasts = 1 << Slot::kScale | 1 << Slot::kBias | 1 << Slot::kWhere;
+  static constexpr int kSums = kCentred ? 2 : 1, kSumSlot = Slot::kSum;
+  static constexpr bool kShort = kWhere;
+
   const T* x;
   const U* dy;
-  rows::Vector<A> scale;
+  const T* dsum;
+  const A* scale;
+  const uint8_t* where;
   const A *mean, *rstd;
   T* dx;
 
-  __device__ auto Parameters(const auto& row) const { return row.HoldParameter(scale, A{1}); }
-  __device__ void operator()(auto& row) const { (*this)(row, row.LoadParameter(scale, A{1})); }
+  template <class Visit>
+  __device__ void ForEachInput(const Visit& visit) const {
+    visit.template operator()<0>(x);
+    visit.template operator()<1>(dy);
+  }
+  __device__ void Narrow(auto&) const {}
+  __device__ auto Parameters(const auto& row) const {
+    return row.Keep(row.template LoadParameter<Slot::kScale>(scale, A{1}));
+  }
+  // mean and rstd
+  __device__ auto Scalars(const auto& row) const {
+    return std::pair(kCentred ? row.template LoadRow<Slot::kRow>(mean) : row.Same(A{0}),
+                     row.template LoadRow<Slot::kRow>(rstd));
+  }
+  __device__ void operator()(auto& row) const {
+    (*this)(row, row.template LoadParameter<Slot::kScale>(scale, A{1}), Scalars(row));
+  }
 
-  __device__ void operator()(auto& row, const auto& scales, auto&... sums_of_columns) const {
-    const A m = kCentred ? mean[row.index] : A{0}, r = rstd[row.index];
-    const auto normalised = rows::Map([=](A value) { return (value - m) * r; }, row.Load(x));
-    const auto cotangent = row.Load(dy);
+  __device__ void operator()(auto& row, const auto& scales, const auto& statistics, auto&... sums_of_columns) const {
+    const auto values = row.template Load<0>(x);
+    const auto cotangent = row.template Load<1>(dy);
+    const auto added = row.LoadOr(dsum, T(0.0f));
+    const auto& [m, r] = statistics;
+    const auto normalised = rows::Map([](A value, A m, A r) { return (value - m) * r; }, values, m, r);
     const auto gradient = rows::Map([](A g, A s) { return g * s; }, cotangent, scales);
-    const auto product = rows::Map([](A g, A x_hat) { return g * x_hat; }, gradient, normalised);
-    const auto sums = row.template Reduce<rows::Sum>(gradient, product);
-    const A share = rows::Reciprocal(static_cast<A>(row.columns));
-    const A mean_g = kCentred ? sums.first * share : A{0}, mean_gx = sums.second * share;
-    row.Store(dx, rows::Map([=](A g, A x_hat) { return r * (g - mean_g - x_hat * mean_gx); }, gradient, normalised));
-    const auto dscale = rows::Map([](A g, A x_hat) { return g * x_hat; }, cotangent, normalised);
-    (sums_of_columns.Add(row, dscale, cotangent), ...);
+    const auto product = [](A g, A x_hat) { return g * x_hat; };
+    const auto sums = row.template Reduce<rows::Sum>(gradient, rows::Map(product, gradient, normalised));
+    auto share = row.Same(rows::Reciprocal(static_cast<A>(row.columns())));
+    const auto weights = Weights<kWhere, A>(row, where);
+    if constexpr (kWhere) {
+      share = row.Each([](A count) { return 1 / count; }, row.template Reduce<rows::Sum>(weights));
+    }
+    const auto scaled = [](A sum, A share) { return sum * share; };
+    const auto mean_g = row.Each([=](A sum, A share) { return kCentred ? sum * share : A{0}; }, sums.first, share);
+    const auto mean_gx = row.Each(scaled, sums.second, share);
+    const auto result = [](A g, A x_hat, A w, A r, A mean_g, A mean_gx, A added) {
+      return r * (g - w * (mean_g + x_hat * mean_gx)) + added;
+    };
+    row.Store(dx, rows::Map(result, gradient, normalised, weights, r, mean_g, mean_gx, added));
+    if constexpr (kCentred) {
+      (sums_of_columns.Add(row, rows::Map(product, cotangent, normalised), cotangent), ...);
+    } else {
+      (sums_of_columns.Add(row, rows::Map(product, cotangent, normalised)), ...);
+    }
   }
 };
 
@@ -68,73 +140,96 @@ struct NormBackwardOp {
 template <bool kCentred, class T, class U>
 struct ParameterGradients {
   using A = Accumulator<T>;
+  static constexpr int kSlots = Slot::kSlots, kSums = kCentred ? 2 : 1, kSumSlot = Slot::kSum;
   const T* x;
   const U* dy;
   const A *mean, *rstd;
 
-  __device__ rows::ColumnSums<A> operator()(int64_t row, int64_t offset) const {
-    const A g = static_cast<A>(dy[offset]), m = kCentred ? mean[row] : A{0};
-    return {g * ((static_cast<A>(x[offset]) - m) * rstd[row]), g};
+  __device__ Pack<A, kSums> operator()(const int64_t (&offsets)[kSlots]) const {
+    const A g = static_cast<A>(dy[offsets[Slot::kFull]]);
+    const A m = kCentred ? mean[offsets[Slot::kRow]] : A{0}, r = rstd[offsets[Slot::kRow]];
+    const A dscale = g * ((static_cast<A>(x[offsets[Slot::kFull]]) - m) * r);
+    if constexpr (kCentred) {
+      return {dscale, g};
+    } else {
+      return {dscale};
+    }
   }
 };
 
-template <class A>
-rows::Vector<A> ToVector(const Parameter& parameter) {
-  return {static_cast<const A*>(parameter.data), parameter.group_stride};
-}
-
 template <bool kCentred>
-Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, bool has_scale, bool has_bias,
-              double epsilon) {
+Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+              bool has_residual, bool has_scale, bool has_bias, bool has_where, double epsilon) {
   const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
-  NormForward call;
-  JAXOPS_RETURN_IF_ERROR(ParseNormForward(handler, kCentred, has_scale, has_bias, args, results, &call));
-  return rows::LaunchMap(handler, stream, *call.x, *call.y, *call.y, [&]<class T, class U> {
+  NormCall call;
+  JAXOPS_RETURN_IF_ERROR(
+      ParseNormForward(handler, kCentred, {axes, has_residual, has_scale, has_bias, has_where}, args, results, &call));
+  if (has_where && !kCentred) return Invalid(handler, "takes no where");
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
+      handler, {call.x, call.residual, call.scale, call.bias, call.where, call.y, call.sum, call.mean, call.rstd}));
+  return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
     using A = Accumulator<T>;
-    return NormForwardOp<kCentred, T, U>{
-        .x = Data<T>(*call.x),
-        .scale = ToVector<A>(call.scale),
-        .bias = ToVector<A>(call.bias),
-        .epsilon = static_cast<A>(epsilon),
-        .y = Data<U>(*call.y),
-        .mean_out = static_cast<A*>(call.mean),
-        .rstd_out = static_cast<A*>(call.rstd),
+    const auto launch = [&]<bool kWhere> {
+      const NormForwardOp<kCentred, kWhere, T, U> op = {
+          .x = Data<T>(*call.x),
+          .residual = rows::DataOrNull<T>(call.residual),
+          .scale = rows::DataOrNull<A>(call.scale),
+          .bias = rows::DataOrNull<A>(call.bias),
+          .where = rows::DataOrNull<uint8_t>(call.where),
+          .epsilon = static_cast<A>(epsilon),
+          .y = Data<U>(*call.y),
+          .sum = rows::DataOrNull<T>(call.sum),
+          .mean_out = rows::DataOrNull<A>(call.mean),
+          .rstd_out = rows::DataOrNull<A>(call.rstd),
+      };
+      return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, call.shape));
     };
+    if constexpr (kCentred) {
+      if (has_where) return launch.template operator()<true>();
+    }
+    return launch.template operator()<false>();
   });
 }
 
 template <bool kCentred>
-Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, bool has_scale, bool has_bias) {
+Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+               bool has_scale, bool has_where, bool has_dsum, bool has_dscale, bool has_dbias) {
   const char* handler = kCentred ? "layer_norm_bwd" : "rms_norm_bwd";
-  NormBackward call;
-  JAXOPS_RETURN_IF_ERROR(ParseNormBackward(handler, kCentred, has_scale, has_bias, args, results, &call));
-  JAXOPS_RETURN_IF_ERROR(CheckType(handler, "dx", *call.dx, call.x->element_type()));
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {*call.x, *call.dy, *call.dx}));
+  NormCall call;
+  JAXOPS_RETURN_IF_ERROR(ParseNormBackward(
+      handler, kCentred, {axes, has_scale, has_where, has_dsum, has_dscale, has_dbias}, args, results, &call));
+  if ((has_where || has_dbias) && !kCentred) return Invalid(handler, "takes no where and has no bias");
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
+      handler, {call.x, call.scale, call.where, call.mean, call.rstd, call.dy, call.dsum, call.dx}));
   return VisitPair(handler, call.x->element_type(), call.dy->element_type(), [&]<class T, class U> {
     using A = Accumulator<T>;
-    const NormBackwardOp<kCentred, T, U> op = {
-        .x = Data<T>(*call.x),
-        .dy = Data<U>(*call.dy),
-        .scale = ToVector<A>(call.scale),
-        .mean = static_cast<const A*>(call.mean),
-        .rstd = static_cast<const A*>(call.rstd),
-        .dx = Data<T>(*call.dx),
-    };
-    const rows::SumResults<A> sums = {
-        .chunks = call.chunks,
-        .workspace = static_cast<A*>(call.workspace),
-        .first = static_cast<A*>(call.dscale),
-        .second = static_cast<A*>(call.dbias),
-    };
-    if constexpr (!std::is_same_v<T, double>) {
-      if (call.parameters > 0 && rows::RowLoopFits<T, U>(call.shape, call.chunks)) {
-        return FromCuda(handler, rows::LaunchRowLoop<T, U>(stream, op, call.shape, sums));
+    const auto launch = [&]<bool kWhere> {
+      const NormBackwardOp<kCentred, kWhere, T, U> op = {
+          .x = Data<T>(*call.x),
+          .dy = Data<U>(*call.dy),
+          .dsum = rows::DataOrNull<T>(call.dsum),
+          .scale = rows::DataOrNull<A>(call.scale),
+          .where = rows::DataOrNull<uint8_t>(call.where),
+          .mean = rows::DataOrNull<A>(call.mean),
+          .rstd = rows::DataOrNull<A>(call.rstd),
+          .dx = Data<T>(*call.dx),
+      };
+      const rows::SumResults<A> sums(call.sums, call.shape, has_dscale, has_dbias);
+      cudaError_t status = cudaSuccess;
+      if constexpr (!kWhere) {
+        const bool looped =
+            call.sums.count && !call.shape.across && rows::LaunchRowLoop<T, U>(stream, op, call.shape, sums, &status);
+        if (looped) return FromCuda(handler, status);
       }
+      status = rows::LaunchRows<T, U>(stream, op, call.ungrouped);
+      if (status != cudaSuccess || call.sums.count == 0) return FromCuda(handler, status);
+      const ParameterGradients<kCentred, T, U> gradients = {.x = op.x, .dy = op.dy, .mean = op.mean, .rstd = op.rstd};
+      return FromCuda(handler, rows::LaunchColumnSums<A>(stream, gradients, call.shape, sums));
+    };
+    if constexpr (kCentred) {
+      if (has_where) return launch.template operator()<true>();
     }
-    const cudaError_t status = rows::LaunchRows<T, U>(stream, op, call.shape);
-    if (status != cudaSuccess || call.parameters == 0) return FromCuda(handler, status);
-    const ParameterGradients<kCentred, T, U> gradients = {.x = op.x, .dy = op.dy, .mean = op.mean, .rstd = op.rstd};
-    return FromCuda(handler, rows::LaunchColumnSums(stream, gradients, call.shape, sums));
+    return launch.template operator()<false>();
   });
 }
 

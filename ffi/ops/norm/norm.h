@@ -1,153 +1,157 @@
 // The operands of layer_norm (centred) and rms_norm (not centred), checked; shared by the CPU and the CUDA handlers.
-//   forward:  x, [scale], [bias]             -> y, [mean], rstd
-//   backward: x, [scale], [mean], rstd, dy   -> dx, [workspace, [dscale], [dbias]]
-// mean is there for layer_norm only; scale, bias and their gradients as has_scale and has_bias say.
-//   tensors [groups, rows, columns, inner]; mean, rstd [groups, rows, inner]; scale, bias [1 or groups, columns];
-//   dscale, dbias [groups, columns]; workspace [parameters, groups, chunks, columns]: each chunk of rows' share of the
-//   parameter gradients, added up in chunk order afterwards, so that results never depend on scheduling.
+//   forward:  x, [residual], [scale], [bias], [where]          -> y, [sum], [mean], rstd
+//   backward: x, [scale], [where], [mean], rstd, dy, [dsum]    -> dx, [workspace, [dscale], [dbias]]
+// mean is there for layer_norm only. With a residual, x + residual is normalised and is the result `sum`; the backward
+// pass takes that sum as x, and adds its cotangent dsum to dx. where says which positions count in the statistics.
+// scale and bias, their gradients, mean and rstd have the accumulator's dtype.
 #ifndef JAXOPS_OPS_NORM_NORM_H_
 #define JAXOPS_OPS_NORM_NORM_H_
-
-#include <optional>
-#include <string>
 
 #include "core/handler.h"
 #include "core/row_shape.h"
 
 namespace jaxops {
 
-// scale or bias: one row of `columns` values, the same for all groups (stride 0) or one a group.
-struct Parameter {
-  const void* data = nullptr;
-  int64_t group_stride = 0;
+struct NormCall {
+  enum Slot { kFull, kRow, kScale, kBias, kWhere, kSum, kSlots };  // kSum: dscale and dbias
 
-  template <class A>
-  const A* ForGroup(int64_t group) const {
-    return data ? static_cast<const A*>(data) + group * group_stride : nullptr;
-  }
+  RowShape<kSlots> shape, ungrouped;  // ungrouped: the same with all rows in one group
+  std::optional<AnyBuffer> x, residual, scale, bias, where;
+  std::optional<AnyBuffer> y, sum, mean, rstd;  // results of the forward pass; mean and rstd: operands of the backward
+  std::optional<AnyBuffer> dy, dsum, dx;
+  SummedResults sums;
+  bool has_dscale = false, has_dbias = false;  // sums.results: those that are there, in this order
 };
 
-struct NormForward {
-  RowShape shape;
-  std::optional<AnyBuffer> x, y;
-  Parameter scale, bias;
-  void *mean = nullptr, *rstd = nullptr;
+struct NormForwardAttributes {
+  ffi::Span<const int64_t> axes;
+  bool has_residual, has_scale, has_bias, has_where;
 };
-
-struct NormBackward {
-  RowShape shape;
-  std::optional<AnyBuffer> x, dy, dx;
-  Parameter scale;
-  const void *mean = nullptr, *rstd = nullptr;
-  void *workspace = nullptr, *dscale = nullptr, *dbias = nullptr;
-  int64_t chunks = 0;
-  int parameters = 0;
+struct NormBackwardAttributes {
+  ffi::Span<const int64_t> axes;
+  bool has_scale, has_where, has_dsum, has_dscale, has_dbias;
 };
 
 namespace norm_internal {
 
-// Takes the operands (or results) one after the other.
+using Parser = RowShapeParser<NormCall::kSlots>;
+
 template <class Source>
-struct Cursor {
-  const char* handler;
-  const Source& source;
-  size_t next = 0;
+Error TakeFull(const char* handler, const char* name, bool present, DataType type, BufferReader<Source>& source,
+               const Parser& parser, std::optional<AnyBuffer>* out) {
+  if (!present) return Error::Success();
+  JAXOPS_RETURN_IF_ERROR(source.Take(out));
+  JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, **out, type));
+  return parser.Full(name, **out);
+}
 
-  Error Take(std::optional<AnyBuffer>* out) {
-    auto buffer = source.template get<AnyBuffer>(next++);
-    if (!buffer.has_value()) return Invalid(handler, "an operand or a result is missing or no array");
-    if constexpr (std::is_same_v<Source, ffi::RemainingArgs>) {
-      *out = *buffer;
-    } else {
-      *out = **buffer;
-    }
-    return Error::Success();
-  }
+template <class Source>
+Error TakeBroadcast(const char* handler, const char* name, bool present, DataType type, int slot,
+                    BufferReader<Source>& source, Parser& parser, std::optional<AnyBuffer>* out) {
+  if (!present) return Error::Success();
+  JAXOPS_RETURN_IF_ERROR(source.Take(out));
+  JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, **out, type));
+  return parser.Broadcast(slot, name, **out);
+}
 
-  Error End() const {
-    return next == source.size() ? Error::Success() : Invalid(handler, "too many operands or results");
-  }
-
-  Error TakeParameter(const RowShape& shape, DataType type, Parameter* out) {
-    std::optional<AnyBuffer> buffer;
-    JAXOPS_RETURN_IF_ERROR(Take(&buffer));
-    const auto dims = buffer->dimensions();
-    const int64_t groups = dims.size() > 0 && dims[0] == 1 ? 1 : shape.groups;
-    JAXOPS_RETURN_IF_ERROR(CheckDimensions(handler, "a parameter", *buffer, {groups, shape.columns}));
-    JAXOPS_RETURN_IF_ERROR(CheckType(handler, "a parameter", *buffer, type));
-    *out = {buffer->untyped_data(), groups == 1 ? 0 : shape.columns};
-    return Error::Success();
-  }
-
-  template <class Pointer>
-  Error TakeArray(const char* name, std::initializer_list<int64_t> dims, DataType type, Pointer* out) {
-    std::optional<AnyBuffer> buffer;
-    JAXOPS_RETURN_IF_ERROR(Take(&buffer));
-    JAXOPS_RETURN_IF_ERROR(CheckDimensions(handler, name, *buffer, dims));
-    JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, *buffer, type));
-    *out = buffer->untyped_data();
-    return Error::Success();
-  }
-};
+template <class Source>
+Error TakeRow(const char* handler, const char* name, bool present, DataType type, BufferReader<Source>& source,
+              Parser& parser, std::optional<AnyBuffer>* out) {
+  if (!present) return Error::Success();
+  JAXOPS_RETURN_IF_ERROR(source.Take(out));
+  JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, **out, type));
+  return parser.Row(NormCall::kRow, name, **out);
+}
 
 }  // namespace norm_internal
 
-inline Error ParseNormForward(const char* handler, bool centred, bool has_scale, bool has_bias,
-                              const ffi::RemainingArgs& args, const ffi::RemainingRets& results, NormForward* out) {
-  norm_internal::Cursor<ffi::RemainingArgs> arg{handler, args};
-  norm_internal::Cursor<ffi::RemainingRets> result{handler, results};
-  JAXOPS_RETURN_IF_ERROR(arg.Take(&out->x));
-  JAXOPS_RETURN_IF_ERROR(result.Take(&out->y));
-  JAXOPS_RETURN_IF_ERROR(ParseRows(handler, {*out->x, *out->y}, &out->shape));
-  const RowShape& s = out->shape;
-  const DataType type = AccumulatorType(out->x->element_type());
-  if (has_scale) JAXOPS_RETURN_IF_ERROR(arg.TakeParameter(s, type, &out->scale));
-  if (has_bias) JAXOPS_RETURN_IF_ERROR(arg.TakeParameter(s, type, &out->bias));
-  if (centred) JAXOPS_RETURN_IF_ERROR(result.TakeArray("mean", {s.groups, s.rows, s.inner}, type, &out->mean));
-  JAXOPS_RETURN_IF_ERROR(result.TakeArray("rstd", {s.groups, s.rows, s.inner}, type, &out->rstd));
+inline Error ParseNormForward(const char* handler, bool centred, const NormForwardAttributes& has,
+                              const ffi::RemainingArgs& args, const ffi::RemainingRets& results, NormCall* call) {
+  using namespace norm_internal;
+  using Call = NormCall;
+  Parser parser(handler);
+  BufferReader arg(handler, args);
+  BufferReader result(handler, results);
+  JAXOPS_RETURN_IF_ERROR(arg.Take(&call->x));
+  JAXOPS_RETURN_IF_ERROR(parser.Start(*call->x, has.axes));
+  const DataType type = call->x->element_type(), wide = AccumulatorType(type);
+  JAXOPS_RETURN_IF_ERROR(TakeFull(handler, "residual", has.has_residual, type, arg, parser, &call->residual));
+  JAXOPS_RETURN_IF_ERROR(TakeBroadcast(handler, "scale", has.has_scale, wide, Call::kScale, arg, parser, &call->scale));
+  JAXOPS_RETURN_IF_ERROR(TakeBroadcast(handler, "bias", has.has_bias, wide, Call::kBias, arg, parser, &call->bias));
+  JAXOPS_RETURN_IF_ERROR(
+      TakeBroadcast(handler, "where", has.has_where, DataType::PRED, Call::kWhere, arg, parser, &call->where));
+  JAXOPS_RETURN_IF_ERROR(result.Take(&call->y));
+  JAXOPS_RETURN_IF_ERROR(parser.Full("y", *call->y));
+  JAXOPS_RETURN_IF_ERROR(TakeFull(handler, "sum", has.has_residual, type, result, parser, &call->sum));
+  JAXOPS_RETURN_IF_ERROR(TakeRow(handler, "mean", centred, wide, result, parser, &call->mean));
+  JAXOPS_RETURN_IF_ERROR(TakeRow(handler, "rstd", true, wide, result, parser, &call->rstd));
   JAXOPS_RETURN_IF_ERROR(arg.End());
-  return result.End();
+  JAXOPS_RETURN_IF_ERROR(result.End());
+  return parser.Finish(&call->shape);
 }
 
-inline Error ParseNormBackward(const char* handler, bool centred, bool has_scale, bool has_bias,
-                               const ffi::RemainingArgs& args, const ffi::RemainingRets& results, NormBackward* out) {
-  norm_internal::Cursor<ffi::RemainingArgs> arg{handler, args};
-  norm_internal::Cursor<ffi::RemainingRets> result{handler, results};
-  JAXOPS_RETURN_IF_ERROR(arg.Take(&out->x));
-  JAXOPS_RETURN_IF_ERROR(result.Take(&out->dx));
-  JAXOPS_RETURN_IF_ERROR(ParseRows(handler, {*out->x, *out->dx}, &out->shape));
-  const RowShape& s = out->shape;
-  const DataType type = AccumulatorType(out->x->element_type());
-  if (has_scale) JAXOPS_RETURN_IF_ERROR(arg.TakeParameter(s, type, &out->scale));
-  if (centred) JAXOPS_RETURN_IF_ERROR(arg.TakeArray("mean", {s.groups, s.rows, s.inner}, type, &out->mean));
-  JAXOPS_RETURN_IF_ERROR(arg.TakeArray("rstd", {s.groups, s.rows, s.inner}, type, &out->rstd));
-  JAXOPS_RETURN_IF_ERROR(arg.Take(&out->dy));
-  JAXOPS_RETURN_IF_ERROR(ParseRows(handler, {*out->x, *out->dy}, &out->shape));
-  out->parameters = int{has_scale} + int{has_bias};
-  if (out->parameters) {
-    std::optional<AnyBuffer> workspace;
-    JAXOPS_RETURN_IF_ERROR(result.Take(&workspace));
-    if (workspace->dimensions().size() != 4) return Invalid(handler, "the workspace must have 4 dimensions");
-    out->chunks = workspace->dimensions()[2];
-    JAXOPS_RETURN_IF_ERROR(
-        CheckDimensions(handler, "the workspace", *workspace, {out->parameters, s.groups, out->chunks, s.columns}));
-    JAXOPS_RETURN_IF_ERROR(CheckType(handler, "the workspace", *workspace, type));
-    if (out->chunks < 1) return Invalid(handler, "the workspace needs at least one chunk");
-    out->workspace = workspace->untyped_data();
+inline Error ParseNormBackward(const char* handler, bool centred, const NormBackwardAttributes& has,
+                               const ffi::RemainingArgs& args, const ffi::RemainingRets& results, NormCall* call) {
+  using namespace norm_internal;
+  using Call = NormCall;
+  Parser parser(handler);
+  BufferReader arg(handler, args);
+  BufferReader result(handler, results);
+  JAXOPS_RETURN_IF_ERROR(arg.Take(&call->x));
+  JAXOPS_RETURN_IF_ERROR(parser.Start(*call->x, has.axes));
+  const DataType type = call->x->element_type(), wide = AccumulatorType(type);
+  JAXOPS_RETURN_IF_ERROR(TakeBroadcast(handler, "scale", has.has_scale, wide, Call::kScale, arg, parser, &call->scale));
+  JAXOPS_RETURN_IF_ERROR(
+      TakeBroadcast(handler, "where", has.has_where, DataType::PRED, Call::kWhere, arg, parser, &call->where));
+  JAXOPS_RETURN_IF_ERROR(TakeRow(handler, "mean", centred, wide, arg, parser, &call->mean));
+  JAXOPS_RETURN_IF_ERROR(TakeRow(handler, "rstd", true, wide, arg, parser, &call->rstd));
+  JAXOPS_RETURN_IF_ERROR(arg.Take(&call->dy));
+  JAXOPS_RETURN_IF_ERROR(parser.Full("dy", *call->dy));
+  JAXOPS_RETURN_IF_ERROR(TakeFull(handler, "dsum", has.has_dsum, type, arg, parser, &call->dsum));
+  JAXOPS_RETURN_IF_ERROR(TakeFull(handler, "dx", true, type, result, parser, &call->dx));
+  std::optional<AnyBuffer> workspace, gradients[2];
+  int count = 0;
+  if (has.has_dscale || has.has_dbias) JAXOPS_RETURN_IF_ERROR(result.Take(&workspace));
+  for (const auto& [name, present] : {std::pair{"dscale", has.has_dscale}, std::pair{"dbias", has.has_dbias}}) {
+    if (!present) continue;
+    std::optional<AnyBuffer>& gradient = gradients[count++];
+    JAXOPS_RETURN_IF_ERROR(result.Take(&gradient));
+    JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, *gradient, wide));
+    JAXOPS_RETURN_IF_ERROR(parser.Summed(Call::kSum, name, *gradient));
+    if (count == 2 && gradients[0]->dimensions() != gradient->dimensions()) {
+      return Invalid(handler, "dscale and dbias must have the same shape");
+    }
   }
-  if (has_scale) JAXOPS_RETURN_IF_ERROR(result.TakeArray("dscale", {s.groups, s.columns}, type, &out->dscale));
-  if (has_bias) JAXOPS_RETURN_IF_ERROR(result.TakeArray("dbias", {s.groups, s.columns}, type, &out->dbias));
   JAXOPS_RETURN_IF_ERROR(arg.End());
-  return result.End();
+  JAXOPS_RETURN_IF_ERROR(result.End());
+  JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->shape));
+  JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->ungrouped, false));
+  call->has_dscale = has.has_dscale;
+  call->has_dbias = has.has_dbias;
+  if (count == 0) return Error::Success();
+  return ParseSums(handler, call->shape, wide, *workspace, {gradients, gradients + count}, &call->sums);
 }
 
 // The handlers of both ops, from Forward<centred> and Backward<centred> of the including file.
-#define JAXOPS_NORM_HANDLERS(op, centred)                                                                      \
-  JAXOPS_HANDLER(                                                                                              \
-      op##_fwd, (jaxops::Forward<centred>),                                                                    \
-      RemainingArgs().RemainingRets().Attr<bool>("has_scale").Attr<bool>("has_bias").Attr<double>("epsilon")); \
-  JAXOPS_HANDLER(op##_bwd, (jaxops::Backward<centred>),                                                        \
-                 RemainingArgs().RemainingRets().Attr<bool>("has_scale").Attr<bool>("has_bias"))
+#define JAXOPS_NORM_HANDLERS(op, centred)                           \
+  JAXOPS_HANDLER(op##_fwd, (jaxops::Forward<centred>),              \
+                 RemainingArgs()                                    \
+                     .RemainingRets()                               \
+                     .Attr<::xla::ffi::Span<const int64_t>>("axes") \
+                     .Attr<bool>("has_residual")                    \
+                     .Attr<bool>("has_scale")                       \
+                     .Attr<bool>("has_bias")                        \
+                     .Attr<bool>("has_where")                       \
+                     .Attr<double>("epsilon"));                     \
+  JAXOPS_HANDLER(op##_bwd, (jaxops::Backward<centred>),             \
+                 RemainingArgs()                                    \
+                     .RemainingRets()                               \
+                     .Attr<::xla::ffi::Span<const int64_t>>("axes") \
+                     .Attr<bool>("has_scale")                       \
+                     .Attr<bool>("has_where")                       \
+                     .Attr<bool>("has_dsum")                        \
+                     .Attr<bool>("has_dscale")                      \
+                     .Attr<bool>("has_dbias"))
 
 }  // namespace jaxops
 

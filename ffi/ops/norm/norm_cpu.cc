@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <cmath>
 
 #include "ops/norm/norm.h"
@@ -7,98 +6,134 @@
 namespace jaxops {
 namespace {
 
+// sum = x + residual, rounded to the type of x.
+template <class Loop, class A>
+JAXOPS_INLINE void AddResidual(const Loop& loop, DataType type, const A* x, const A* residual, A* sum) {
+  VisitElement<A>(type, [&]<class T> {
+    loop.ForEach([&](int64_t i, int64_t) { sum[i] = ToFloat(FromFloat<T>(x[i] + residual[i])); });
+  });
+}
+
 // mean(x) and 1 / sqrt(var(x) + epsilon), the variance from the deviations: exact also where mean(x)^2 >> var(x).
-// Without centring, mean is 0 and the "variance" is the mean square.
-template <class A>
-JAXOPS_CLONES void ForwardRow(bool centred, int64_t n, const A* x, const A* scale, const A* bias, A epsilon, A* y,
-                              A* mean_out, A* rstd_out) {
-  const A mean = centred ? SumOf<A>(n, [=](int64_t i) { return x[i]; }) / n : A{0};
-  const A variance = SumOf<A>(n, [=](int64_t i) { return (x[i] - mean) * (x[i] - mean); }) / n;
-  const A rstd = 1 / std::sqrt(variance + epsilon);
-  for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * rstd;
-  if (scale)
-    for (int64_t i = 0; i < n; ++i) y[i] *= scale[i];
-  if (bias)
-    for (int64_t i = 0; i < n; ++i) y[i] += bias[i];
-  if (centred) *mean_out = mean;
+// Without centring, mean is 0 and the "variance" is the mean square. where: 1 at the positions that count, else 0.
+template <class Loop, class A, class Value>
+JAXOPS_INLINE void ForwardRow(const Loop& loop, bool centred, const A* x, const A* scale, const A* bias, const A* where,
+                              A epsilon, A* y, Value* mean_out, Value* rstd_out) {
+  Value mean, rstd, count;
+  for (int64_t w = 0; w < loop.rows; ++w) mean[w] = 0, count[w] = static_cast<A>(loop.columns);
+  if (where) {
+    count = loop.Sum([&](int64_t i, int64_t) { return where[i]; });
+    mean = loop.Sum([&](int64_t i, int64_t) { return where[i] != 0 ? x[i] : A{0}; });
+  } else if (centred) {
+    mean = loop.Sum([&](int64_t i, int64_t) { return x[i]; });
+  }
+  for (int64_t w = 0; w < loop.rows; ++w) mean[w] /= count[w];
+  const auto square = [&](int64_t i, int64_t w) { return (x[i] - mean[w]) * (x[i] - mean[w]); };
+  rstd = where ? loop.Sum([&](int64_t i, int64_t w) { return where[i] != 0 ? square(i, w) : A{0}; }) : loop.Sum(square);
+  for (int64_t w = 0; w < loop.rows; ++w) rstd[w] = 1 / std::sqrt(rstd[w] / count[w] + epsilon);
+  const auto normalised = [&](int64_t i, int64_t w) { return (x[i] - mean[w]) * rstd[w]; };
+  if (scale && bias) {
+    loop.ForEach([&](int64_t i, int64_t w) { y[i] = normalised(i, w) * scale[i] + bias[i]; });
+  } else if (scale) {
+    loop.ForEach([&](int64_t i, int64_t w) { y[i] = normalised(i, w) * scale[i]; });
+  } else if (bias) {
+    loop.ForEach([&](int64_t i, int64_t w) { y[i] = normalised(i, w) + bias[i]; });
+  } else {
+    loop.ForEach([&](int64_t i, int64_t w) { y[i] = normalised(i, w); });
+  }
+  *mean_out = mean;
   *rstd_out = rstd;
 }
 
-// With x^ = (x - mean) rstd and g = dy scale:  dx = rstd (g - mean(g) - x^ mean(g x^)), dscale += dy x^, dbias += dy.
-template <class A>
-JAXOPS_CLONES void BackwardRow(bool centred, int64_t n, const A* x, const A* scale, const A* dy, A mean, A rstd, A* dx,
-                               A* dscale, A* dbias) {
-  const auto g = [=](int64_t i) { return scale ? dy[i] * scale[i] : dy[i]; };
-  const A sum = centred ? SumOf<A>(n, g) : A{0};
-  const A dot = SumOf<A>(n, [=](int64_t i) { return g(i) * ((x[i] - mean) * rstd); });
-  const A mean_g = sum / n, mean_gx = dot / n;
-  if (dscale)
-    for (int64_t i = 0; i < n; ++i) dscale[i] += dy[i] * ((x[i] - mean) * rstd);
-  if (dbias)
-    for (int64_t i = 0; i < n; ++i) dbias[i] += dy[i];
-  for (int64_t i = 0; i < n; ++i) dx[i] = rstd * (g(i) - mean_g - (x[i] - mean) * rstd * mean_gx);
-}
-
-// sum[i] = values[0][i] + values[1][i] + ..., in double, a block of columns at a time.
-template <class A>
-JAXOPS_CLONES void AddRows(int64_t rows, int64_t n, const A* values, A* sum) {
-  constexpr int64_t kBlock = 64;
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const int64_t width = std::min(kBlock, n - begin);
-    double total[kBlock] = {};
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t i = 0; i < width; ++i) total[i] += values[r * n + begin + i];
-    for (int64_t i = 0; i < width; ++i) sum[begin + i] = static_cast<A>(total[i]);
+// With x^ = (x - mean) rstd, g = dy scale and n' the number of positions that count (w = 1 there, else 0):
+//   dx = rstd (g - w / n' (sum(g) + x^ sum(g x^))) + dsum, dscale += dy x^, dbias += dy
+template <class Loop, class A, class Value>
+JAXOPS_INLINE void BackwardRow(const Loop& loop, bool centred, const A* x, const A* scale, const A* where, const A* dy,
+                               const A* dsum, const Value& mean, const Value& rstd, A* dx, A* dscale, A* dbias) {
+  const auto normalised = [&](int64_t i, int64_t w) { return (x[i] - mean[w]) * rstd[w]; };
+  const auto g = [&](int64_t i, int64_t) { return scale ? dy[i] * scale[i] : dy[i]; };
+  Value mean_g, mean_gx, count;
+  for (int64_t w = 0; w < loop.rows; ++w) mean_g[w] = 0, count[w] = static_cast<A>(loop.columns);
+  if (centred) mean_g = loop.Sum(g);
+  mean_gx = loop.Sum([&](int64_t i, int64_t w) { return g(i, w) * normalised(i, w); });
+  if (where) count = loop.Sum([&](int64_t i, int64_t) { return where[i]; });
+  for (int64_t w = 0; w < loop.rows; ++w) mean_g[w] /= count[w], mean_gx[w] /= count[w];
+  if (dscale) loop.AddColumns([&](int64_t i, int64_t w) { return dy[i] * normalised(i, w); }, dscale);
+  if (dbias) loop.AddColumns([&](int64_t i, int64_t) { return dy[i]; }, dbias);
+  const auto shared = [&](int64_t i, int64_t w) { return mean_g[w] + normalised(i, w) * mean_gx[w]; };
+  if (where) {
+    loop.ForEach([&](int64_t i, int64_t w) { dx[i] = rstd[w] * (g(i, w) - (where[i] != 0 ? shared(i, w) : A{0})); });
+  } else {
+    loop.ForEach([&](int64_t i, int64_t w) { dx[i] = rstd[w] * (g(i, w) - shared(i, w)); });
   }
+  if (dsum) loop.ForEach([&](int64_t i, int64_t) { dx[i] += dsum[i]; });
 }
 
 template <bool kCentred>
-Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, bool has_scale, bool has_bias,
-              double epsilon) {
+Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+              bool has_residual, bool has_scale, bool has_bias, bool has_where, double epsilon) {
   const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
-  NormForward call;
-  JAXOPS_RETURN_IF_ERROR(ParseNormForward(handler, kCentred, has_scale, has_bias, args, results, &call));
+  using Call = NormCall;
+  Call call;
+  JAXOPS_RETURN_IF_ERROR(
+      ParseNormForward(handler, kCentred, {axes, has_residual, has_scale, has_bias, has_where}, args, results, &call));
   return VisitAccumulator(handler, {*call.x, *call.y}, [&]<class A> {
-    A *const mean = static_cast<A*>(call.mean), *const rstd = static_cast<A*>(call.rstd);
-    return ForEachRow<A, 1, 1>(pool, call.shape, TasksPerGroup(call.shape), {*call.x}, {*call.y},
-                               [&](int64_t, int64_t row, const auto& in, const auto& out) {
-                                 const int64_t group = row / call.shape.rows_per_group();
-                                 ForwardRow<A>(kCentred, call.shape.columns, in[0], call.scale.ForGroup<A>(group),
-                                               call.bias.ForGroup<A>(group), static_cast<A>(epsilon), out[0],
-                                               mean + row, rstd + row);
-                               });
+    A* const means = RowValues<A>(call.mean);
+    A* const rstds = RowValues<A>(call.rstd);
+    const DataType type = call.x->element_type();
+    ForEachRow<A, Call::kSlots, 5, 2>(
+        pool, call.shape, TasksPerGroup(call.shape),
+        {RowTensor(call.x, Call::kFull), RowTensor(call.residual, Call::kFull), RowTensor(call.scale, Call::kScale),
+         RowTensor(call.bias, Call::kBias), RowTensor(call.where, Call::kWhere)},
+        {RowTensor(call.y, Call::kFull), RowTensor(call.sum, Call::kFull)},
+        [=](const auto& loop, const auto& position, const auto& in, const auto& out) {
+          const auto& [x, residual, scale, bias, where] = in;
+          A* const sum = out[1];
+          if (residual) AddResidual(loop, type, x, residual, sum);
+          typename std::remove_cvref_t<decltype(loop)>::Value mean, rstd;
+          ForwardRow(loop, kCentred, residual ? sum : x, scale, bias, where, static_cast<A>(epsilon), out[0], &mean,
+                     &rstd);
+          for (int64_t w = 0; w < loop.rows; ++w) {
+            const int64_t row = position.Offset(Call::kRow, w);
+            if (means) means[row] = mean[w];
+            rstds[row] = rstd[w];
+          }
+        });
+    return Error::Success();
   });
 }
 
 template <bool kCentred>
-Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, bool has_scale, bool has_bias) {
+Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+               bool has_scale, bool has_where, bool has_dsum, bool has_dscale, bool has_dbias) {
   const char* handler = kCentred ? "layer_norm_bwd" : "rms_norm_bwd";
-  NormBackward call;
-  JAXOPS_RETURN_IF_ERROR(ParseNormBackward(handler, kCentred, has_scale, has_bias, args, results, &call));
-  const RowShape& shape = call.shape;
+  using Call = NormCall;
+  Call call;
+  JAXOPS_RETURN_IF_ERROR(ParseNormBackward(
+      handler, kCentred, {axes, has_scale, has_where, has_dsum, has_dscale, has_dbias}, args, results, &call));
   return VisitAccumulator(handler, {*call.x, *call.dy, *call.dx}, [&]<class A> {
-    const A *const mean = static_cast<const A*>(call.mean), *const rstd = static_cast<const A*>(call.rstd);
-    A *const workspace = static_cast<A*>(call.workspace), *const dscale = static_cast<A*>(call.dscale),
-             *const dbias = static_cast<A*>(call.dbias);
-    // As many chunks as tasks; the rest of the workspace is for devices with more of them.
-    const int64_t tasks = call.parameters ? std::min(call.chunks, TasksPerGroup(shape)) : TasksPerGroup(shape);
-    const int64_t partial = shape.groups * tasks * shape.columns;
-    if (workspace) std::fill_n(workspace, call.parameters * partial, A{0});
-    A *const dscale_parts = workspace, *const dbias_parts = workspace + (dscale ? partial : 0);
-    Error error = ForEachRow<A, 2, 1>(pool, shape, tasks, {*call.x, *call.dy}, {*call.dx},
-                                      [&](int64_t task, int64_t row, const auto& in, const auto& out) {
-                                        BackwardRow<A>(kCentred, shape.columns, in[0],
-                                                       call.scale.ForGroup<A>(row / shape.rows_per_group()), in[1],
-                                                       kCentred ? mean[row] : A{0}, rstd[row], out[0],
-                                                       dscale ? dscale_parts + task * shape.columns : nullptr,
-                                                       dbias ? dbias_parts + task * shape.columns : nullptr);
-                                      });
-    for (int64_t group = 0; group < shape.groups; ++group) {
-      const int64_t offset = group * shape.columns;
-      if (dscale) AddRows(tasks, shape.columns, dscale_parts + offset * tasks, dscale + offset);
-      if (dbias) AddRows(tasks, shape.columns, dbias_parts + offset * tasks, dbias + offset);
-    }
-    return error;
+    const A* const means = RowValues<A>(call.mean);
+    const A* const rstds = RowValues<A>(call.rstd);
+    const ColumnSums<A> sums(call.shape, call.sums);
+    ForEachRow<A, Call::kSlots, 5, 1>(
+        pool, call.shape, sums.tasks(),
+        {RowTensor(call.x, Call::kFull), RowTensor(call.scale, Call::kScale), RowTensor(call.where, Call::kWhere),
+         RowTensor(call.dy, Call::kFull), RowTensor(call.dsum, Call::kFull)},
+        {RowTensor(call.dx, Call::kFull)},
+        [=](const auto& loop, const auto& position, const auto& in, const auto& out) {
+          const auto& [x, scale, where, dy, dsum] = in;
+          typename std::remove_cvref_t<decltype(loop)>::Value mean, rstd;
+          for (int64_t w = 0; w < loop.rows; ++w) {
+            const int64_t row = position.Offset(Call::kRow, w);
+            mean[w] = means ? means[row] : A{0};
+            rstd[w] = rstds[row];
+          }
+          A* const dscale = has_dscale ? sums.Partial(0, position.task) : nullptr;
+          A* const dbias = has_dbias ? sums.Partial(has_dscale, position.task) : nullptr;
+          BackwardRow(loop, kCentred, x, scale, where, dy, dsum, mean, rstd, out[0], dscale, dbias);
+        });
+    sums.Finish(pool, call.shape, Call::kSum);
+    return Error::Success();
   });
 }
 

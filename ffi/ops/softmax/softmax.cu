@@ -1,52 +1,93 @@
-#include "rows/launch.cuh"
+#include "ops/logits/logits.cuh"
 
 namespace jaxops {
 namespace {
 
-// y = exp(x - max) / sum(exp(x - max))
-template <class T, class U>
-struct SoftmaxForward {
+// y = exp(z - max) / sum(exp(z - max)), 0 where masked
+template <bool kNone, class T, class U>
+struct SoftmaxForward : LogitsOp<kNone, 1> {
+  using A = Accumulator<T>;
+  LogitsOptions<kNone, A> options;
   const T* x;
   U* y;
 
+  explicit SoftmaxForward(const LogitsCall& call) : options(call), x(Data<T>(*call.x)), y(Data<U>(*call.y)) {}
+
   __device__ void operator()(auto& row) const {
-    const auto values = row.Load(x);
-    const auto max = row.template Reduce<rows::Max>(values);
-    const auto exponentials = rows::Map([=](auto value) { return rows::Exp(value - max); }, values);
-    const rows::Divisor<Accumulator<T>, (sizeof(U) > 2)> sum(row.template Reduce<rows::Sum>(exponentials));
-    row.Store(y, rows::Map([=](auto value) { return value / sum; }, exponentials));
+    using Quotient = rows::Divisor<A, (sizeof(U) > 2)>;
+    options.Narrow(row);
+    const auto [z, visible] = options.Load(row, x);
+    const auto sums = row.ReduceExponentials(z);
+    const auto total = row.Each([](A sum) { return Quotient(sum); }, sums.exponentials);
+    const auto quotient = [](A value, A max, Quotient sum) { return rows::Exp(value - max) / sum; };
+    const auto y_of_visible = rows::Map(quotient, z, sums.max, total);
+    if (options.Ordinary(row, sums.exponentials)) {
+      row.Store(y, y_of_visible);
+    } else {
+      row.Store(y, rows::Map([](A value, bool seen) { return seen ? value : A{0}; }, y_of_visible, visible));
+    }
   }
 };
 
-// dx = y (dy - <y, dy>)
-template <class T, class U>
-struct SoftmaxBackward {
+// dx = scale dz, dz = y (dy - <y, dy>)
+template <bool kNone, class T, class U>
+struct SoftmaxBackward : LogitsOp<kNone, 2> {
+  using A = Accumulator<T>;
+  LogitsOptions<kNone, A> options;
   const T *y, *dy;
   U* dx;
+  bool masked;
 
+  SoftmaxBackward(const LogitsCall& call)
+      : options(call), y(Data<T>(*call.x)), dy(Data<T>(*call.dy)), dx(Data<U>(*call.y)), masked(call.masked) {}
+
+  template <class Visit>
+  __device__ void ForEachInput(const Visit& visit) const {
+    visit.template operator()<0>(y);
+    visit.template operator()<1>(dy);
+  }
+  __device__ void Narrow(auto& row) const { options.Narrow(row); }
+  __device__ int Parameters(const auto&) const { return 0; }
+  __device__ auto Scalars(const auto& row) const { return options.Scale(row); }
   __device__ void operator()(auto& row) const {
-    const auto probabilities = row.Load(y), cotangents = row.Load(dy);
-    const auto product = rows::Map([](auto p, auto g) { return p * g; }, probabilities, cotangents);
-    const auto dot = row.template Reduce<rows::Sum>(product);
-    row.Store(dx, rows::Map([=](auto p, auto g) { return p * (g - dot); }, probabilities, cotangents));
+    Narrow(row);
+    (*this)(row, 0, Scalars(row));
+  }
+
+  __device__ void operator()(auto& row, int, const auto& scale, auto&... sums_of_columns) const {
+    const auto p = row.template Load<0>(y);
+    const auto cotangent = row.template Load<1>(dy);
+    const auto product = [mask = !kNone && masked](A p, A g) { return mask && p == 0 ? A{0} : p * g; };
+    const auto dot = row.template Reduce<rows::Sum>(rows::Map(product, p, cotangent));
+    const auto gradient = [=](A p, A g, A dot) { return product(p, g - dot); };
+    const auto dz = rows::Map(gradient, p, cotangent, dot);
+    if constexpr (kNone) {
+      row.Store(dx, dz);
+    } else {
+      row.Store(dx, rows::Map([](A dz, A scale) { return dz * scale; }, dz, scale));
+    }
+    (sums_of_columns.Add(row, dz), ...);
   }
 };
 
-Error Forward(Device stream, AnyBuffer x, BufferResult y) {
-  return rows::LaunchMap("softmax_fwd", stream, x, *y, *y,
-                         [&]<class T, class U> { return SoftmaxForward<T, U>{Data<T>(x), Data<U>(*y)}; });
+Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+              int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where) {
+  return ForwardLogits<SoftmaxForward>("softmax_fwd", stream, args, results,
+                                       {axes, query_axis, key_axis, has_scale, has_bias, has_where});
 }
 
-Error Backward(Device stream, AnyBuffer y, AnyBuffer dy, BufferResult dx) {
-  JAXOPS_RETURN_IF_ERROR(CheckType("softmax_bwd", "dy", dy, y.element_type()));
-  return rows::LaunchMap("softmax_bwd", stream, y, *dx, dy, [&]<class T, class U> {
-    return SoftmaxBackward<T, U>{Data<T>(y), Data<T>(dy), Data<U>(*dx)};
-  });
+Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+               int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool masked,
+               bool has_dbias) {
+  const LogitsAttributes attributes = {axes, query_axis, key_axis, has_scale, has_bias, has_where, masked, has_dbias};
+  LogitsCall call;
+  JAXOPS_RETURN_IF_ERROR(ParseLogits("softmax_bwd", true, attributes, args, results, &call));
+  if (has_bias || has_where) return Invalid("softmax_bwd", "takes neither bias nor where");
+  JAXOPS_RETURN_IF_ERROR(CheckType("softmax_bwd", "dy", *call.dy, call.x->element_type()));
+  return BackwardLogits<SoftmaxBackward>("softmax_bwd", stream, call, *call.x, *call.y);
 }
 
 }  // namespace
 }  // namespace jaxops
 
-JAXOPS_HANDLER(softmax_fwd, jaxops::Forward, Arg<jaxops::AnyBuffer>().Ret<jaxops::AnyBuffer>());
-JAXOPS_HANDLER(softmax_bwd, jaxops::Backward,
-               Arg<jaxops::AnyBuffer>().Arg<jaxops::AnyBuffer>().Ret<jaxops::AnyBuffer>());
+JAXOPS_LOGITS_HANDLERS(softmax);

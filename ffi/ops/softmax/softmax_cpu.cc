@@ -1,34 +1,57 @@
-#include "rows/rows_cpu.h"
+#include "ops/logits/logits_cpu.h"
 
 namespace jaxops {
 namespace {
 
-template <class A>
-JAXOPS_CLONES void ForwardRow(int64_t n, const A* x, A* y) {
-  const A max = MaxOf<A>(n, [=](int64_t i) { return x[i]; });
-  for (int64_t i = 0; i < n; ++i) y[i] = Exp(x[i] - max);
-  const A sum = SumOf<A>(n, [=](int64_t i) { return y[i]; });
-  for (int64_t i = 0; i < n; ++i) y[i] /= sum;
+template <class Loop, class A>
+JAXOPS_INLINE void ForwardRow(const Loop& loop, const A* z, const Visible<A>& visible, A* y) {
+  const auto max = loop.Max([&](int64_t i, int64_t) { return z[i]; });
+  const auto sum = loop.Sum([&](int64_t i, int64_t w) { return y[i] = Exp(z[i] - max[w]); });
+  auto inverse = sum;
+  for (int64_t w = 0; w < loop.rows; ++w) inverse[w] = 1 / sum[w];
+  loop.ForEach([&](int64_t i, int64_t w) {
+    const A quotient = y[i] * inverse[w];
+    y[i] = quotient + (y[i] - quotient * sum[w]) * inverse[w];
+  });
+  FillMasked(loop, visible, A{0}, y);
 }
 
-// dx = y (dy - <y, dy>)
-template <class A>
-JAXOPS_CLONES void BackwardRow(int64_t n, const A* y, const A* dy, A* dx) {
-  const A dot = SumOf<A>(n, [=](int64_t i) { return y[i] * dy[i]; });
-  for (int64_t i = 0; i < n; ++i) dx[i] = y[i] * (dy[i] - dot);
+// dz = y (dy - <y, dy>); masked: entries with y = 0 have gradient 0 whatever dy is.
+template <class Loop, class A>
+JAXOPS_INLINE void BackwardRow(bool masked, const Loop& loop, const A* y, const A* dy, A* dz) {
+  if (masked) {
+    const auto dot = loop.Sum([&](int64_t i, int64_t) { return y[i] == 0 ? A{0} : y[i] * dy[i]; });
+    loop.ForEach([&](int64_t i, int64_t w) { dz[i] = y[i] == 0 ? A{0} : y[i] * (dy[i] - dot[w]); });
+  } else {
+    const auto dot = loop.Sum([&](int64_t i, int64_t) { return y[i] * dy[i]; });
+    loop.ForEach([&](int64_t i, int64_t w) { dz[i] = y[i] * (dy[i] - dot[w]); });
+  }
 }
 
-Error Forward(Device pool, AnyBuffer x, BufferResult y) {
-  return MapRows<1>("softmax_fwd", pool, {x}, *y, [](auto... row) { ForwardRow(row...); });
+Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+              int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where) {
+  const char* handler = "softmax_fwd";
+  LogitsCall call;
+  JAXOPS_RETURN_IF_ERROR(ParseLogits(
+      handler, /*backward=*/false, {axes, query_axis, key_axis, has_scale, has_bias, has_where}, args, results, &call));
+  return MapLogits(handler, pool, call, [](const auto&... row) { ForwardRow(row...); });
 }
 
-Error Backward(Device pool, AnyBuffer y, AnyBuffer dy, BufferResult dx) {
-  return MapRows<2>("softmax_bwd", pool, {y, dy}, *dx, [](auto... row) { BackwardRow(row...); });
+Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+               int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool masked,
+               bool has_dbias) {
+  const char* handler = "softmax_bwd";
+  LogitsCall call;
+  JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, /*backward=*/true,
+                                     {axes, query_axis, key_axis, has_scale, has_bias, has_where, masked, has_dbias},
+                                     args, results, &call));
+  return MapGradient(handler, pool, call, /*logits=*/false,
+                     [=](const auto& loop, const auto* y, const auto&, const auto* dy, auto* dz) {
+                       BackwardRow(masked, loop, y, dy, dz);
+                     });
 }
 
 }  // namespace
 }  // namespace jaxops
 
-JAXOPS_HANDLER(softmax_fwd, jaxops::Forward, Arg<jaxops::AnyBuffer>().Ret<jaxops::AnyBuffer>());
-JAXOPS_HANDLER(softmax_bwd, jaxops::Backward,
-               Arg<jaxops::AnyBuffer>().Arg<jaxops::AnyBuffer>().Ret<jaxops::AnyBuffer>());
+JAXOPS_LOGITS_HANDLERS(softmax);

@@ -1,0 +1,170 @@
+// What softmax and log_softmax do before their kernels' algebra on CUDA devices: scale, bias and masks.
+#ifndef JAXOPS_OPS_LOGITS_LOGITS_CUH_
+#define JAXOPS_OPS_LOGITS_LOGITS_CUH_
+
+#include <utility>
+
+#include "ops/logits/logits.h"
+#include "rows/row_loop.cuh"
+
+namespace jaxops {
+
+// The options of a call. kNone: none is given, and the kernels are those of the plain op.
+template <bool kNone, class A>
+struct LogitsOptions {
+  using Slot = LogitsCall;
+
+  const A* scale;
+  rows::Operand bias;
+  const uint8_t* where;
+  bool causal;
+
+  explicit LogitsOptions(const LogitsCall& call)
+      : scale(rows::DataOrNull<A>(call.scale)),
+        bias{rows::DataOrNull<void>(call.bias), call.bias ? call.bias->element_type() : kDataType<A>},
+        where(rows::DataOrNull<uint8_t>(call.where)),
+        causal(call.causal) {}
+
+  // Which of a pack's entries causality leaves: bit i is that of position i. Entries beyond the row's edges are masked.
+  template <class Row>
+  __device__ uint32_t CausalBits(const Row& row, int pack, int column) const {
+    constexpr uint32_t kAll = (1u << Row::kV) - 1;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < Row::kV; ++i) bits |= static_cast<uint32_t>(row.Inside(column, i)) << i;
+    if (!causal) return bits;
+    const int distance = static_cast<int>(row.Offset(Slot::kDiagonal, pack, column));  // from the key to the query
+    const int step = static_cast<int>(row.Step(Slot::kDiagonal));
+    if (step == -1) return bits & (distance < 0 ? 0 : distance >= Row::kV ? kAll : (2u << distance) - 1);
+#pragma unroll
+    for (int i = 0; i < Row::kV; ++i)
+      if (distance + i * step < 0) bits &= ~(1u << i);
+    return bits;
+  }
+
+  // Leaves out the keys after the query where a row has one query: they are neither read nor computed.
+  __device__ void Narrow(auto& row) const {
+    if constexpr (!kNone) {
+      using Row = std::remove_reference_t<decltype(row)>;
+      if constexpr (!Row::P::kAcross && Row::kStarts == 1 && Row::kLay != rows::Lay::kGeneral) {
+        if (causal && row.Step(Slot::kDiagonal) == -1) row.Limit(static_cast<int>(row.Origin(Slot::kDiagonal)) + 1);
+      }
+    }
+  }
+
+  // Which entries take part, as bits.
+  template <class Row>
+  __device__ uint32_t VisibleBits(const Row& row, int pack, int column) const {
+    uint32_t bits = CausalBits(row, pack, column);
+    if (where && bits) {
+      const auto visible = row.template ReadBroadcast<Slot::kWhere>(where, pack, column);
+      uint32_t mask = 0;
+      if constexpr (Row::kV % 4 == 0) {
+        // Four booleans, one a byte: the product has the sum of their bits at 28, 29, 30 and 31, without carries.
+#pragma unroll
+        for (int i = 0; i < Row::kV; i += 4)
+          mask |= (reinterpret_cast<const uint32_t&>(visible.lane[i]) * 0x10204080u >> 28) << i;
+      } else {
+#pragma unroll
+        for (int i = 0; i < Row::kV; ++i) mask |= static_cast<uint32_t>(visible.lane[i] != 0) << i;
+      }
+      bits &= mask;
+    }
+    return bits;
+  }
+
+  // The same as an expression of booleans.
+  template <class Row>
+  __device__ auto Visible(const Row& row) const {
+    const auto as_function = [](uint32_t bits) { return [bits](int i) { return (bits >> i & 1u) != 0; }; };
+    if constexpr (kNone) {
+      return [](int, int) { return [](int) { return true; }; };
+    } else if constexpr (Row::kHeld) {
+      struct Bits {
+        uint32_t packs[Row::kHeldPacks];
+      } held = {};
+      row.ForEachPack([&](int pack, int column) { held.packs[pack] = VisibleBits(row, pack, column); });
+      return [=](int pack, int) { return as_function(held.packs[pack]); };
+    } else {
+      return [this, &row, as_function](int pack, int column) { return as_function(VisibleBits(row, pack, column)); };
+    }
+  }
+
+  // The logits x scale + bias, -inf where they are masked; and which are not.
+  template <class T, class Row>
+  __device__ auto Load(const Row& row, const T* x) const {
+    constexpr A kMasked = -std::numeric_limits<A>::infinity();
+    if constexpr (kNone) {
+      return std::pair(row.template Load<0>(x, T(kMasked)), Visible(row));
+    } else {
+      const auto raw = row.template Load<0>(x);
+      const auto biases = [this, &row](int pack, int column) {
+        const auto values = row.template ReadOperand<Slot::kBias>(bias, pack, column, A{0});
+        return [=](int i) { return values.lane[i]; };
+      };
+      const auto visible = Visible(row);
+      const auto logit = [=](A value, bool seen, A s, A b) { return seen ? value * s + b : kMasked; };
+      return std::pair(row.Keep(rows::Map(logit, raw, visible, Scale(row), biases)), visible);
+    }
+  }
+
+  // Whether masked logits (-inf) need no more care: in rows whose sum of exponentials is a number, they come out as
+  // exp(-inf) = 0, or -inf. In others, all masked or with NaN or infinities, only `visible` tells what is masked.
+  template <class Row>
+  __device__ static bool Ordinary(const Row&, const typename Row::template PerRow<A>& exponentials) {
+    return kNone || Row::All([](A sum) { return sum > 0 && sum < std::numeric_limits<A>::infinity(); }, exponentials);
+  }
+
+  template <class Row>
+  __device__ auto Scale(const Row& row) const {
+    return scale ? row.template LoadRow<Slot::kScale>(scale) : row.Same(A{1});
+  }
+};
+
+// What the row library wants to know of an op with these options.
+template <bool kNone, int kInputs_>
+struct LogitsOp {
+  static constexpr int kInputs = kInputs_, kSlots = kNone ? 1 : LogitsCall::kSlots,
+                       kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
+  static constexpr int kSums = 1, kSumSlot = LogitsCall::kSum;
+  static constexpr bool kShort = !kNone;
+};
+
+template <template <bool, class, class> class Op>
+Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::RemainingArgs& args,
+                    const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
+  LogitsCall call;
+  JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, false, attributes, args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {call.x, call.scale, call.bias, call.where, call.y}));
+  return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
+    if (call.has_options()) {
+      return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<false, T, U>(call), call.shape));
+    }
+    return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<true, T, U>(call), call.shape));
+  });
+}
+
+// first and second have the dtypes T and U of Op<kNone, T, U>, which sums dz over rows where dbias is wanted.
+template <template <bool, class, class> class Op>
+Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
+                     const AnyBuffer& second) {
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {call.x, call.scale, call.bias, call.where, call.dy, call.y}));
+  return VisitPair(handler, first.element_type(), second.element_type(), [&]<class T, class U> {
+    if (call.sums.count) {
+      const rows::SumResults<Accumulator<T>> sums(call.sums, call.shape, true, false);
+      cudaError_t status = cudaSuccess;
+      if (!rows::LaunchRowLoop<T, U>(stream, Op<false, T, U>(call), call.shape, sums, &status)) {
+        return Invalid(handler, "no kernel sums the bias gradient over rows of this length");
+      }
+      return FromCuda(handler, status);
+    }
+    if (call.has_options()) {
+      return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<false, T, U>(call), call.shape));
+    }
+    return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<true, T, U>(call), call.shape));
+  });
+}
+
+}  // namespace jaxops
+
+#endif  // JAXOPS_OPS_LOGITS_LOGITS_CUH_

@@ -1,0 +1,104 @@
+// The operands of softmax and log_softmax, checked; shared by the CPU and the CUDA handlers.
+//   forward:  x, [scale], [bias], [where]            -> y
+//   backward: x or y, [scale], [bias], [where], dy   -> dx, [workspace, dbias]
+// The logits are z = x scale + bias; masked (z = -inf, result 0 or -inf, gradient 0) where `where` is false, and, if
+// query_axis >= 0, where key > query. scale has the accumulator's dtype, bias any floating dtype, where is boolean.
+// softmax's backward pass starts from y: it needs neither bias nor where, and `masked` says that y's zeros may be
+// masked entries, whose gradient is 0 whatever dy is.
+#ifndef JAXOPS_OPS_LOGITS_LOGITS_H_
+#define JAXOPS_OPS_LOGITS_LOGITS_H_
+
+#include "core/handler.h"
+#include "core/row_shape.h"
+
+namespace jaxops {
+
+struct LogitsAttributes {
+  ffi::Span<const int64_t> axes;
+  int64_t query_axis, key_axis;
+  bool has_scale, has_bias, has_where;
+  bool masked = false, has_dbias = false;  // of the backward pass
+};
+
+struct LogitsCall {
+  enum Slot { kFull, kScale, kBias, kWhere, kDiagonal, kSum, kSlots };
+
+  RowShape<kSlots> shape;
+  std::optional<AnyBuffer> x, y;  // forward: operand and result; backward: x or y, and dx
+  std::optional<AnyBuffer> dy;    // backward
+  std::optional<AnyBuffer> scale, bias, where;
+  bool causal = false, masked = false;
+  SummedResults sums;  // dbias
+
+  bool has_options() const { return scale || bias || where || causal || masked; }
+};
+
+inline Error ParseLogits(const char* handler, bool backward, const LogitsAttributes& attributes,
+                         const ffi::RemainingArgs& args, const ffi::RemainingRets& results, LogitsCall* call) {
+  using Call = LogitsCall;
+  RowShapeParser<Call::kSlots> parser(handler);
+  BufferReader arg(handler, args);
+  BufferReader result(handler, results);
+  JAXOPS_RETURN_IF_ERROR(arg.Take(&call->x));
+  JAXOPS_RETURN_IF_ERROR(result.Take(&call->y));
+  JAXOPS_RETURN_IF_ERROR(parser.Start(*call->x, attributes.axes));
+  JAXOPS_RETURN_IF_ERROR(parser.Full("the result", *call->y));
+  const DataType accumulator = AccumulatorType(call->x->element_type());
+  if (attributes.has_scale) {
+    JAXOPS_RETURN_IF_ERROR(arg.Take(&call->scale));
+    JAXOPS_RETURN_IF_ERROR(parser.BroadcastRow(Call::kScale, "scale", *call->scale));
+    JAXOPS_RETURN_IF_ERROR(CheckType(handler, "scale", *call->scale, accumulator));
+  }
+  if (attributes.has_bias) {
+    JAXOPS_RETURN_IF_ERROR(arg.Take(&call->bias));
+    JAXOPS_RETURN_IF_ERROR(parser.Broadcast(Call::kBias, "bias", *call->bias));
+    const DataType type = call->bias->element_type();
+    if (!IsFloating(type) || AccumulatorType(type) != accumulator) {
+      return Invalid(handler, "bias must have a floating element type, f64 where x has it and only there");
+    }
+  }
+  if (attributes.has_where) {
+    JAXOPS_RETURN_IF_ERROR(arg.Take(&call->where));
+    JAXOPS_RETURN_IF_ERROR(parser.Broadcast(Call::kWhere, "where", *call->where));
+    JAXOPS_RETURN_IF_ERROR(CheckType(handler, "where", *call->where, DataType::PRED));
+  }
+  if (backward) {
+    JAXOPS_RETURN_IF_ERROR(arg.Take(&call->dy));
+    JAXOPS_RETURN_IF_ERROR(parser.Full("dy", *call->dy));
+  }
+  call->causal = attributes.query_axis >= 0;
+  call->masked = attributes.masked;
+  if (call->causal) {
+    JAXOPS_RETURN_IF_ERROR(parser.Diagonal(Call::kDiagonal, attributes.query_axis, attributes.key_axis));
+  }
+  std::optional<AnyBuffer> workspace, dbias;
+  if (attributes.has_dbias) {
+    JAXOPS_RETURN_IF_ERROR(result.Take(&workspace));
+    JAXOPS_RETURN_IF_ERROR(result.Take(&dbias));
+    JAXOPS_RETURN_IF_ERROR(parser.Summed(Call::kSum, "dbias", *dbias));
+    JAXOPS_RETURN_IF_ERROR(CheckType(handler, "dbias", *dbias, accumulator));
+  }
+  JAXOPS_RETURN_IF_ERROR(arg.End());
+  JAXOPS_RETURN_IF_ERROR(result.End());
+  JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->shape));
+  if (attributes.has_dbias) return ParseSums(handler, call->shape, accumulator, *workspace, {dbias}, &call->sums);
+  return Error::Success();
+}
+
+// The handlers of an op, from its file's functions Forward and Backward.
+#define JAXOPS_LOGITS_ATTRIBUTES                \
+  Attr<::xla::ffi::Span<const int64_t>>("axes") \
+      .Attr<int64_t>("query_axis")              \
+      .Attr<int64_t>("key_axis")                \
+      .Attr<bool>("has_scale")                  \
+      .Attr<bool>("has_bias")                   \
+      .Attr<bool>("has_where")
+#define JAXOPS_LOGITS_HANDLERS(op)                                                                     \
+  JAXOPS_HANDLER(op##_fwd, jaxops::Forward, RemainingArgs().RemainingRets().JAXOPS_LOGITS_ATTRIBUTES); \
+  JAXOPS_HANDLER(                                                                                      \
+      op##_bwd, jaxops::Backward,                                                                      \
+      RemainingArgs().RemainingRets().JAXOPS_LOGITS_ATTRIBUTES.Attr<bool>("masked").Attr<bool>("has_dbias"))
+
+}  // namespace jaxops
+
+#endif  // JAXOPS_OPS_LOGITS_LOGITS_H_

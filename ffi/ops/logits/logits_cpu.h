@@ -1,0 +1,104 @@
+// What softmax and log_softmax have in common on the CPU: the tiles of a call, its logits and its mask.
+#ifndef JAXOPS_OPS_LOGITS_LOGITS_CPU_H_
+#define JAXOPS_OPS_LOGITS_LOGITS_CPU_H_
+
+#include <limits>
+
+#include "ops/logits/logits.h"
+#include "rows/rows_cpu.h"
+
+namespace jaxops {
+
+// Which of a row's entries are not masked.
+template <class A>
+struct Visible {
+  const A *where, *diagonal;  // 0 or 1; the same array twice if only one of them was given
+
+  JAXOPS_INLINE Visible(const A* where, const A* diagonal)
+      : where(where ? where : diagonal), diagonal(diagonal ? diagonal : where) {}
+  JAXOPS_INLINE bool all() const { return !where; }
+  JAXOPS_INLINE bool operator()(int64_t i) const { return where[i] * diagonal[i] != 0; }
+};
+
+// target = value where masked.
+template <class Loop, class A>
+JAXOPS_INLINE void FillMasked(const Loop& loop, const Visible<A>& visible, A value, A* target) {
+  if (visible.all()) return;
+  loop.ForEach([=](int64_t i, int64_t) { target[i] = visible(i) ? target[i] : value; });
+}
+
+// The scale of every row, 1 if there is none.
+template <class Loop, class Position, class A>
+JAXOPS_INLINE auto Scales(const Loop& loop, const Position& position, const A* scale) {
+  typename Loop::Value scales;
+  for (int64_t w = 0; w < loop.rows; ++w) {
+    scales[w] = scale ? scale[position.Offset(LogitsCall::kScale, w)] : A{1};
+  }
+  return scales;
+}
+
+// z = x scale + bias, -inf where masked.
+template <class Loop, class Value, class A>
+JAXOPS_INLINE void FillLogits(const Loop& loop, const A* x, const Value& scale, const A* bias,
+                              const Visible<A>& visible, A* z) {
+  if (bias) {
+    loop.ForEach([&](int64_t i, int64_t w) { z[i] = x[i] * scale[w] + bias[i]; });
+  } else {
+    loop.ForEach([&](int64_t i, int64_t w) { z[i] = x[i] * scale[w]; });
+  }
+  FillMasked(loop, visible, -std::numeric_limits<A>::infinity(), z);
+}
+
+// Calls body(loop, z, visible, y) for every row or bundle of a forward call; z may be y.
+template <class Body>
+Error MapLogits(const char* handler, Device& pool, const LogitsCall& call, const Body& body) {
+  using Call = LogitsCall;
+  return VisitAccumulator(handler, {*call.x, *call.y}, [&]<class A> {
+    const bool composed = call.has_options();
+    const A* const scale = RowValues<A>(call.scale);
+    ForEachRow<A, Call::kSlots, 4, 1>(
+        pool, call.shape, TasksPerGroup(call.shape),
+        {RowTensor(call.x, Call::kFull), RowTensor(call.bias, Call::kBias), RowTensor(call.where, Call::kWhere),
+         RowTensor::Diagonal(call.causal, Call::kDiagonal)},
+        {RowTensor(call.y, Call::kFull)}, [=](const auto& loop, const auto& position, const auto& in, const auto& out) {
+          const auto [x, bias, where, diagonal] = in;
+          A* const y = out[0];
+          const Visible<A> visible(where, diagonal);
+          if (composed) FillLogits(loop, x, Scales(loop, position, scale), bias, visible, y);
+          body(loop, composed ? y : x, visible, y);
+        });
+    return Error::Success();
+  });
+}
+
+// Calls body(loop, z or y, visible, dy, dz) for every row or bundle of a backward call, and makes dx = dz scale and
+// dbias of dz. logits: whether the first operand is x, to be made z, which may then be dz.
+template <class Body>
+Error MapGradient(const char* handler, Device& pool, const LogitsCall& call, bool logits, const Body& body) {
+  using Call = LogitsCall;
+  return VisitAccumulator(handler, {*call.x, *call.dy, *call.y}, [&]<class A> {
+    const bool composed = logits && call.has_options(), has_dbias = call.sums.count > 0;
+    const A* const scale = RowValues<A>(call.scale);
+    const ColumnSums<A> sums(call.shape, call.sums);
+    ForEachRow<A, Call::kSlots, 5, 1>(
+        pool, call.shape, sums.tasks(),
+        {RowTensor(call.x, Call::kFull), RowTensor(call.bias, Call::kBias), RowTensor(call.where, Call::kWhere),
+         RowTensor::Diagonal(call.causal && logits, Call::kDiagonal), RowTensor(call.dy, Call::kFull)},
+        {RowTensor(call.y, Call::kFull)}, [=](const auto& loop, const auto& position, const auto& in, const auto& out) {
+          const auto [x, bias, where, diagonal, dy] = in;
+          A* const dz = out[0];
+          const Visible<A> visible(where, diagonal);
+          const auto scales = Scales(loop, position, scale);
+          if (composed) FillLogits(loop, x, scales, bias, visible, dz);
+          body(loop, composed ? dz : x, visible, dy, dz);
+          if (has_dbias) loop.AddColumns([&](int64_t i, int64_t) { return dz[i]; }, sums.Partial(0, position.task));
+          if (scale) loop.ForEach([&](int64_t i, int64_t w) { dz[i] *= scales[w]; });
+        });
+    sums.Finish(pool, call.shape, Call::kSum);
+    return Error::Success();
+  });
+}
+
+}  // namespace jaxops
+
+#endif  // JAXOPS_OPS_LOGITS_LOGITS_CPU_H_

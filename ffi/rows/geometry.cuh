@@ -1,0 +1,127 @@
+// What a row kernel knows of its tensors, and how threads share its rows.
+#ifndef JAXOPS_ROWS_GEOMETRY_CUH_
+#define JAXOPS_ROWS_GEOMETRY_CUH_
+
+#include <cstdint>
+
+#include "core/row_shape.h"
+#include "core/types.cuh"
+
+namespace jaxops::rows {
+
+// Who shares a row of adjacent elements, and where it lives between passes: kLanes threads of each of kCluster blocks,
+// kPacks packs a thread in registers (0: streamed, read again by each pass); a thread works on kRows rows at once.
+template <int kLanes_, int kPacks_, int kRows_ = 1, int kCluster_ = 1, int kBlocks_ = 1>
+struct Along {
+  static constexpr bool kAcross = false;
+  static constexpr int kLanes = kLanes_, kPacks = kPacks_, kRows = kRows_, kCluster = kCluster_;
+  static constexpr int kThreads = kLanes > 128 ? kLanes : 128;
+  static constexpr int kMinBlocks = kBlocks_;       // resident blocks that registers must allow
+  static constexpr int kTeams = kThreads / kLanes;  // teams of a block, each with rows of its own
+  static constexpr int kStep = 1;                   // between a row's lanes in a warp
+  static constexpr int kWarpLanes = kLanes < 32 ? kLanes : 32;
+  static constexpr int kWarps = kLanes > 32 ? kLanes / 32 : 1;  // that share a row, in a block
+  static_assert(kCluster == 1 || kTeams == 1);
+};
+
+// Rows whose neighbours' elements are adjacent: a pack holds one column of as many rows as it has elements; kWidth
+// packs lie side by side, and kLanes threads of each of kCluster blocks take a column of packs each.
+template <int kWidth_, int kLanes_, int kPacks_, int kCluster_ = 1, int kBlocks_ = 1>
+struct Across {
+  static constexpr bool kAcross = true;
+  static constexpr int kWidth = kWidth_, kLanes = kLanes_, kPacks = kPacks_, kRows = 1, kCluster = kCluster_;
+  static constexpr int kThreads = kWidth * kLanes;
+  static constexpr int kMinBlocks = kBlocks_;
+  static constexpr int kTeams = kWidth;
+  static constexpr int kStep = kWidth;
+  static constexpr int kWarpLanes = 32 / kWidth;
+  static constexpr int kWarps = kThreads / 32;
+};
+
+// How the elements of rows lie.
+enum class Lay {
+  kPlain,    // packs are aligned and each lies in one run of adjacent elements; columns are one axis
+  kShifted,  // columns are one axis, but a row may begin anywhere in a pack
+  kGeneral   // several column axes, or broadcast operands whose elements for a pack lie apart
+};
+
+// The first kSlots layouts of a RowShape, seen in packs of V elements.
+template <int kSlots_>
+struct Geometry {
+  static constexpr int kSlots = kSlots_;
+  Axes<kSlots> groups, rows, columns;
+  int64_t size;            // elements of x
+  int64_t steps[kSlots];   // between the elements of a pack
+  bool aligned = true;     // x's packs are aligned
+  bool plain = true;       // and every broadcast operand's are, or rows lie across and it has one element for a pack
+  bool rows_alike = true;  // the broadcast operands do not depend on the row
+
+  // broadcasts: the slots of broadcast operands that are read in packs, as bits.
+  template <int kMore>
+  Geometry(const RowShape<kMore>& shape, int pack, uint32_t broadcasts) : size(shape.size()) {
+    Copy(shape.groups, &groups);
+    Copy(shape.rows, &rows);
+    Copy(shape.columns, &columns);
+    if (!shape.across) LetRowsShare(broadcasts & shape.present);
+    const Axes<kSlots>& inner = !shape.across ? columns : shape.inner_is_grouped ? groups : rows;
+    const bool whole = inner.sizes[inner.count - 1] % pack == 0;
+    for (int slot = 0; slot < kSlots; ++slot) {
+      steps[slot] = inner.strides[inner.count - 1][slot];
+      if (slot > 0 && !((broadcasts & shape.present) >> slot & 1)) continue;
+      bool vectors = whole && steps[slot] == 1;
+      for (const Axes<kSlots>* axes : {&groups, &rows, &columns})
+        for (int a = 0; a < axes->count; ++a) {
+          const int64_t stride = axes->strides[a][slot];
+          const bool innermost = axes == &inner && a == axes->count - 1;
+          vectors = vectors && (innermost || stride % pack == 0);
+          if (slot > 0 && axes != &columns) rows_alike = rows_alike && stride == 0;
+        }
+      if (slot == 0) aligned = vectors || pack == 1;
+      plain = plain && (vectors || (shape.across && whole && steps[slot] == 0));
+    }
+    plain = plain && columns.count == 1;
+  }
+
+  // Not inlined: the kernels that need it call it for every pack of every operand.
+  __device__ __noinline__ int64_t ColumnOffset(int slot, int64_t column) const {
+    int64_t offsets[kSlots];
+    columns.Offsets(column, offsets);
+    return offsets[slot];
+  }
+
+ private:
+  // Orders the rows' axes so that rows that share the largest broadcast operand follow each other, and find it in a
+  // cache.
+  void LetRowsShare(uint32_t broadcasts) {
+    int64_t most = 1;
+    Axes<kSlots> ordered = rows;
+    for (int slot = 1; slot < kSlots; ++slot) {
+      if (!(broadcasts >> slot & 1)) continue;
+      int64_t distinct = 1;
+      for (int a = 0; a < rows.count; ++a) distinct *= rows.strides[a][slot] ? rows.sizes[a] : 1;
+      if (distinct <= most) continue;
+      most = distinct;
+      ordered.count = 0;
+      ordered.total = 1;
+      for (const bool shared : {false, true})
+        for (int a = 0; a < rows.count; ++a)
+          if ((rows.strides[a][slot] == 0) == shared) ordered.Append(rows.sizes[a], std::to_array(rows.strides[a]));
+    }
+    rows = ordered;
+  }
+
+  template <int kMore>
+  static void Copy(const Axes<kMore>& from, Axes<kSlots>* to) {
+    to->count = from.count;
+    to->total = from.total;
+    for (int a = 0; a < from.count; ++a) {
+      to->sizes[a] = from.sizes[a];
+      to->divisors[a] = from.divisors[a];
+      for (int slot = 0; slot < kSlots; ++slot) to->strides[a][slot] = from.strides[a][slot];
+    }
+  }
+};
+
+}  // namespace jaxops::rows
+
+#endif  // JAXOPS_ROWS_GEOMETRY_CUH_

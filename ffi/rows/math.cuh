@@ -1,0 +1,45 @@
+// Scalar functions of the row kernels, in float and double.
+#ifndef JAXOPS_ROWS_MATH_CUH_
+#define JAXOPS_ROWS_MATH_CUH_
+
+#include <cmath>
+#include <limits>
+
+namespace jaxops::rows {
+
+// exp(x) = 2^(x log2 e) by the hardware's exponential: 2 ulp plus |x| / 2 ulp of the argument. Arguments here are
+// differences to a row's maximum, so the error relative to the row's largest exponential, 1, stays below 1 ulp.
+__device__ inline float Exp(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
+  return result;
+}
+__device__ inline double Exp(double x) { return exp(x); }
+__device__ inline float Log(float x) { return logf(x); }
+__device__ inline double Log(double x) { return log(x); }
+__device__ inline double Rsqrt(double x) { return rsqrt(x); }
+__device__ inline float Rsqrt(float x) {  // the hardware's estimate and a Newton step, where that is defined
+  const float r = rsqrtf(x), refined = fmaf(0.5f * r, fmaf(-x * r, r, 1.0f), r);
+  return x > 0 && x < std::numeric_limits<float>::infinity() ? refined : r;
+}
+
+__device__ inline float Reciprocal(float x) { return __frcp_rn(x); }
+__device__ inline double Reciprocal(double x) { return 1 / x; }
+
+// Divides finite numbers by one number: a product with its reciprocal, brought to within an ulp by a Newton step unless
+// the quotient is rounded to 16 bits anyway (kExact false).
+template <class A, bool kExact = true>
+struct Divisor {
+  A divisor, reciprocal;
+
+  Divisor() = default;
+  explicit __device__ Divisor(A d) : divisor(d), reciprocal(Reciprocal(d)) {}
+  friend __device__ A operator/(A value, const Divisor& d) {
+    const A quotient = value * d.reciprocal;
+    return kExact ? fma(fma(-quotient, d.divisor, value), d.reciprocal, quotient) : quotient;
+  }
+};
+
+}  // namespace jaxops::rows
+
+#endif  // JAXOPS_ROWS_MATH_CUH_
