@@ -47,14 +47,14 @@ demo: build
 bench: build
 	$(python) -m benchmarks $(OP) $(ARGS)
 
-# The tests that visit every placement of the row kernels, under compute-sanitizer, on a GPU.
-placements := every_row_length or every_strided or every_combination or residual or bias_gradient
+# The tests that visit every placement of the row kernels, under compute-sanitizer, on a GPU; a process for each kind.
+placements := every_row_length every_strided every_combination residual bias_gradient
 sanitize-gpu: build
-	for tool in memcheck racecheck; do \
-	  compute-sanitizer --tool $$tool --kernel-regex kns=jaxops --print-limit 5 --error-exitcode 1 \
+	for tool in memcheck racecheck; do for kind in $(placements); do \
+	  compute-sanitizer --tool $$tool --kernel-name kns=jaxops --print-limit 5 --error-exitcode 1 \
 	    $(python) -m pytest -q tests/test_softmax.py tests/test_norm.py tests/test_logits.py \
-	    -k "($(placements)) and not float64" $(ARGS) || exit 1; \
-	done
+	    -k "$$kind and not float64" $(ARGS) || exit 1; \
+	done; done
 
 cxx_sources = $(shell find ffi -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 
