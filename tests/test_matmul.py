@@ -8,7 +8,6 @@ import contract
 import flax.linen as linen
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -18,6 +17,18 @@ from row_cases import assert_matches, coarsest
 import jaxops
 from jaxops import _kernel
 from jaxops._comparison import value_and_gradients
+from jaxops.ops import _matmul_choice as choices
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    """f32 in full precision unless a test says otherwise: the default on a GPU is TF32, there and in the reference."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+#: The relative rounding error of TF32 operands, truncated as the tensor cores do.
+TF32 = 2**-10
 
 
 @pytest.fixture
@@ -188,14 +199,55 @@ def test_complex_runs_on_xla(fallback):
     np.testing.assert_allclose(jaxops.matmul(a, a), np.asarray(a) @ np.asarray(a), rtol=1e-3)
 
 
-def test_fp8(fallback):
-    """e4m3 x e5m2, as in training: values that fp8 holds exactly."""
-    a = jnp.asarray(np.arange(-8, 8).reshape(2, 8), ml_dtypes.float8_e4m3fn)
-    b = jnp.asarray(np.resize([0.5, 1, -2, 4, 0, 8], (8, 3)), ml_dtypes.float8_e5m2)
-    numbers = (((1,), (0,)), ((), ()))
-    got = jaxops.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
-    assert got.dtype == np.float32
-    np.testing.assert_array_equal(got, wide(a) @ wide(b))
+EIGHT_BITS = [
+    ("float8_e4m3fn", "float8_e4m3fn"),
+    ("float8_e4m3fn", "float8_e5m2"),
+    ("float8_e5m2", "float8_e4m3fn"),
+    ("float8_e5m2", "float8_e5m2"),
+]
+
+
+@pytest.mark.parametrize("dtypes", EIGHT_BITS, ids="-".join)
+def test_fp8(dtypes, rng):
+    precisions = ("default", "highest", "ANY_F8_ANY_F8_F32", "ANY_F8_ANY_F8_F32_FAST_ACCUM")
+    cases = [
+        (m, n, k, layout, precision, result)
+        for (m, n, k), result in itertools.product(((5, 16, 32), (130, 131, 300)), (jnp.float32, jnp.bfloat16))
+        for layout, precision in zip(LAYOUTS.values(), precisions, strict=True)
+    ]
+    operands = [
+        (normal(rng, (m, k) if c else (k, m), dtypes[0]), normal(rng, (n, k) if d else (k, n), dtypes[1]))
+        for m, n, k, (c, d), *_ in cases
+    ]
+    results = jax.jit(
+        lambda operands: [
+            jaxops.dot_general(a, b, (((c,), (d,)), ((), ())), precision, result)
+            for (a, b), (*_, (c, d), precision, result) in zip(operands, cases, strict=True)
+        ]
+    )(operands)
+    for (m, n, k, (c, d), _, result), (a, b), got in zip(cases, operands, results, strict=True):
+        left, right = (wide(a) if c else wide(a).T), (wide(b).T if d else wide(b))
+        assert got.dtype == result
+        # The tensor cores keep 14 bits of a sum.
+        terms = np.abs(left).max() * np.abs(right).max() * k**0.5 * (1 if result == jnp.bfloat16 else 2**9)
+        assert_matches(got, left @ right, f"{m} {n} {k} {c} {d}", rounding=8, terms=terms)
+
+
+def test_fp8_without_preferred_element_type_runs_on_xla(fallback):
+    a = jnp.ones((4, 8), jnp.float8_e4m3fn)
+    assert jaxops.dot_general(a, a, (((1,), (1,)), ((), ()))).dtype == a.dtype
+
+
+def test_gradients_of_fp8(rng):
+    a, b = normal(rng, (6, 8), "float8_e4m3fn"), normal(rng, (8, 5), "float8_e5m2")
+
+    def loss(function):
+        return lambda a, b: function(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32).sum()
+
+    ours, reference = (jax.grad(loss(f), (0, 1))(a, b) for f in (jaxops.dot_general, lax.dot_general))
+    for got, wanted in zip(ours, reference, strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(wide(got), wide(wanted), rtol=0.13, atol=0.1)
 
 
 # --- precision, out_sharding ---
@@ -208,12 +260,14 @@ def test_fp8(fallback):
 )
 def test_precision(precision, rng):
     a, b = normal(rng, (6, 40)), normal(rng, (40, 7))
+    highest = "highest" in str(precision).lower() or precision in (None, "float32")  # None: as the fixture says
+    rounding = rounding_of(40, "float32") * (1 if highest else TF32 * 2**24)
     for got in (
         jaxops.matmul(a, b, precision=precision),
         jaxops.dot_general(a, b, (((1,), (0,)), ((), ())), precision),
         jax.jit(lambda a, b: jaxops.matmul(a, b, precision=precision))(a, b),
     ):
-        assert_matches(got, wide(a) @ wide(b), rounding=rounding_of(40, "float32"))
+        assert_matches(got, wide(a) @ wide(b), rounding=rounding)
 
 
 def test_default_matmul_precision(rng):
@@ -222,10 +276,26 @@ def test_default_matmul_precision(rng):
         assert_matches(jaxops.matmul(a, b), wide(a) @ wide(b), rounding=rounding_of(40, "float32"))
 
 
-def test_dot_algorithm_runs_on_xla(rng, fallback):
+@pytest.mark.parametrize("name", ["F32_F32_F32", "TF32_TF32_F32", "TF32_TF32_F32_X3"])
+def test_dot_algorithms_with_a_kernel(name, rng):
     a, b = normal(rng, (6, 40)), normal(rng, (40, 7))
-    got = jaxops.matmul(a, b, precision=lax.DotAlgorithmPreset.F32_F32_F32)
-    assert_matches(got, wide(a) @ wide(b), rounding=rounding_of(40, "float32"))
+    rounding = rounding_of(40, "float32") * (TF32 * 2**24 if name == "TF32_TF32_F32" else 1)
+    for precision in (name, lax.DotAlgorithmPreset[name]):
+        assert_matches(matmul_on_kernel(a, b, precision=precision), wide(a) @ wide(b), rounding=rounding)
+
+
+def matmul_on_kernel(a, b, **options):
+    """The product, on our primitive."""
+    function = functools.partial(jaxops.matmul, **options)
+    assert "jaxops_matmul" in str(jax.make_jaxpr(function)(a, b))
+    return function(a, b)
+
+
+@pytest.mark.parametrize("name", ["BF16_BF16_F32", "BF16_BF16_F32_X3"])
+def test_other_dot_algorithms_run_on_xla(name, rng, fallback):
+    a, b = normal(rng, (6, 40)), normal(rng, (40, 7))
+    algorithm = lax.DotAlgorithmPreset[name]
+    assert "jaxops_matmul" not in str(jax.make_jaxpr(lambda a, b: jaxops.matmul(a, b, precision=algorithm))(a, b))
 
 
 def test_out_sharding_runs_on_xla(rng, fallback):
@@ -434,3 +504,39 @@ def test_flax_variables_are_arrays(rng):
     np.testing.assert_array_equal(jaxops.matmul(x, kernel), jaxops.matmul(x, kernel[...]))
     np.testing.assert_array_equal(jaxops.rms_norm(x, nnx.Param(jnp.ones(4))), jaxops.rms_norm(x, jnp.ones(4)))
     np.testing.assert_array_equal(jaxops.softmax(kernel), jaxops.softmax(kernel[...]))
+
+
+# --- the choice of a kernel ---
+
+
+def product(m, n, k, arithmetic="16bit", layout="NN", **options):
+    return choices.Product(m, n, k, arithmetic, layout[0] == "T", layout[1] == "T", **options)
+
+
+@pytest.mark.parametrize("arithmetic", choices.ARITHMETICS)
+def test_choices_are_possible(arithmetic, rng):
+    """What the handler would refuse is never chosen."""
+    shapes = [tuple(int(2 ** rng.uniform(0, 14)) for _ in range(3)) for _ in range(200)]
+    for (m, n, k), layout, result_bytes in itertools.product(shapes, LAYOUTS, (2, 4)):
+        choice = choices.choose(product(m, n, k, arithmetic, layout, result_bytes=result_bytes), choices.H200)
+        if choice.kernel != "wgmma":
+            continue
+        tile = choice.tile
+        assert tile in choices.TILES[arithmetic]
+        assert tile.stores_any_rows or n * result_bytes % 16 == 0 or choice.partials
+        assert tile.rows >= 64 or (m <= tile.rows and layout[0] == "N")
+        assert choice.splits == 1 or (tile.clusters and choice.splits <= 8) or choice.partials
+        itemsize = choices.ARITHMETICS[arithmetic].itemsize
+        assert choice.splits <= math.ceil(k * itemsize / 128)
+        columns = k if layout[0] == "N" else m
+        assert choice.lhs_copy or (itemsize < 4 and columns * itemsize % 16 == 0)
+
+
+def test_a_choice_depends_on_nothing_but_the_product_and_the_device():
+    large = product(4096, 4096, 4096)
+    assert choices.choose(large, choices.H200) == choices.choose(large, choices.H200)
+    assert choices.choose(large, choices.H200).kernel == "wgmma"
+    assert choices.choose(product(16, 16, 16), choices.H200).kernel == "xla"
+    assert choices.choose(large, choices.Device("8.0", 108)).kernel == "xla"
+    assert choices.choose(product(4095, 4097, 4093), choices.Device("8.0", 108)).kernel == "general"
+    assert "tile" in str(choices.choose(large, choices.H200))

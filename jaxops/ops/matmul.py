@@ -17,6 +17,7 @@ from jax.core import ShapedArray
 from jaxops import _arguments as arguments
 from jaxops._kernel import Kernel, warn_fallback
 from jaxops._rows import accumulator
+from jaxops.ops import _matmul_choice as choices
 
 
 def _gelu(z):
@@ -41,7 +42,63 @@ class _Spec(NamedTuple):
     rhs_transposed: bool
     dtype: np.dtype  # of the result
     activation: str | None = None
-    precision: Any = None
+    precision: Any = None  # as `_precision` gives it
+
+
+_PRECISIONS = {
+    **dict.fromkeys(("default", "fastest", "bfloat16"), lax.Precision.DEFAULT),
+    **dict.fromkeys(("high", "bfloat16_3x", "tensorfloat32"), lax.Precision.HIGH),
+    **dict.fromkeys(("highest", "float32"), lax.Precision.HIGHEST),
+}
+
+
+def _precision(precision):
+    """What a valid `precision` means under `jax.default_matmul_precision`: one for each operand, or an algorithm."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    if isinstance(precision, str):
+        precision = _PRECISIONS.get(precision) or lax.DotAlgorithmPreset[precision]
+    if precision is None:
+        precision = lax.Precision.DEFAULT
+    if isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return lax.Precision.DEFAULT if precision == lax.DotAlgorithmPreset.DEFAULT else precision
+    pair = precision if isinstance(precision, tuple | list) else (precision, precision)
+    return tuple(_PRECISIONS[p] if isinstance(p, str) else p for p in pair)
+
+
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+
+#: The arithmetic of the kernels for each kind of operands under the dot algorithms that name one.
+_ALGORITHMS = {
+    "bfloat16": {"BF16_BF16_F32": "16bit"},
+    "float16": {"F16_F16_F32": "16bit"},
+    "float32": {"TF32_TF32_F32": "tf32", "TF32_TF32_F32_X3": "f32", "F32_F32_F32": "f32"},
+    "8 bits": {"ANY_F8_ANY_F8_F32": "f8", "ANY_F8_ANY_F8_F32_FAST_ACCUM": "f8 fast"},
+}
+
+
+def _arithmetic(lhs, rhs, precision) -> str | None:
+    """How the kernels multiply operands of these dtypes with a `_precision`; None: they do not.
+
+    As XLA does: f32 is rounded to TF32 unless the highest precision is asked for.
+    """
+    names = {np.dtype(lhs).name, np.dtype(rhs).name}
+    kind = "8 bits" if names <= set(_EIGHT_BITS) else names.pop() if len(names) == 1 else None
+    if kind not in _ALGORITHMS:
+        return None
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        return _ALGORITHMS[kind].get(precision.name)
+    if isinstance(precision, lax.DotAlgorithm):
+        return None
+    highest = lax.Precision.HIGHEST in precision
+    return {"float32": "f32" if highest else "tf32", "8 bits": "f8" if highest else "f8 fast"}.get(kind, "16bit")
+
+
+def _plain_precision(lhs, rhs, precision):
+    """The precision with which XLA's dot does what the kernels do; not every platform has dot algorithms."""
+    if isinstance(precision, tuple) or (arithmetic := _arithmetic(lhs, rhs, precision)) is None:
+        return precision
+    return lax.Precision.HIGHEST if arithmetic in ("f32", "f8") else lax.Precision.DEFAULT
 
 
 class _MatmulKernel(Kernel):
@@ -67,35 +124,84 @@ class _MatmulKernel(Kernel):
 
     def plain(self, lhs, rhs, *bias, spec, preactivation) -> list[jax.Array]:
         rank = lhs.ndim
+        precision = _plain_precision(lhs.dtype, rhs.dtype, spec.precision)
         wide = accumulator(lhs.dtype, spec.dtype)
+        if lhs.dtype != rhs.dtype:  # 8-bit floats, for which jnp.matmul defines no promotion
+            lhs, rhs = lhs.astype(wide), rhs.astype(wide)
         batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
         shared = [a for a in range(rank - 2) if lhs.shape[a] == rhs.shape[a]]
         if len(shared) < rank - 2:  # operands that broadcast along a batch axis: let jnp.matmul arrange it
             lhs = jnp.swapaxes(lhs, -1, -2) if spec.lhs_transposed else lhs
             rhs = jnp.swapaxes(rhs, -1, -2) if spec.rhs_transposed else rhs
-            z = jnp.matmul(lhs, rhs, precision=spec.precision, preferred_element_type=wide)
+            z = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=wide)
         else:
             contract = (
                 (rank - 2 if spec.lhs_transposed else rank - 1,),
                 (rank - 1 if spec.rhs_transposed else rank - 2,),
             )
             axes = tuple(range(len(batch)))
-            z = lax.dot_general(
-                lhs, rhs, (contract, (axes, axes)), precision=spec.precision, preferred_element_type=wide
-            )
+            z = lax.dot_general(lhs, rhs, (contract, (axes, axes)), precision=precision, preferred_element_type=wide)
         z = z + bias[0].astype(wide) if bias else z
         out = _ACTIVATIONS[spec.activation](z).astype(spec.dtype)
         return [out, z.astype(spec.dtype)] if preactivation else [out]
 
+    def choice(self, lhs, rhs, *bias, spec, preactivation=False) -> choices.Choice:
+        """Which kernel computes the product on this machine's GPU, or on an H200 if there is none."""
+        arithmetic = _arithmetic(lhs.dtype, rhs.dtype, spec.precision)
+        if arithmetic is None:
+            return choices.Choice("xla", f"no kernel is as fast for {lhs.dtype}")
+        out, *_ = self.abstract(lhs, rhs, *bias, spec=spec, preactivation=preactivation)
+        product = choices.Product(
+            *out.shape[-2:],
+            lhs.shape[-2 if spec.lhs_transposed else -1],
+            arithmetic,
+            spec.lhs_transposed,
+            spec.rhs_transposed,
+            *(math.prod(x.shape[:-2]) for x in (out, lhs, rhs)),
+            out.dtype.itemsize,
+        )
+        return choices.choose(product, choices.local_device(), bool(bias) or spec.activation is not None)
+
     def call_target(self, *operands, spec, preactivation) -> list[jax.Array]:
+        lhs, rhs, *_ = operands
+        choice = self.choice(*operands, spec=spec, preactivation=preactivation)
+        if choice.kernel == "xla":
+            return self.plain(*operands, spec=spec, preactivation=preactivation)
         results = self.abstract(*operands, spec=spec, preactivation=preactivation)
+        count, out = len(results), results[0]
+        arithmetic = choices.ARITHMETICS.get(_arithmetic(lhs.dtype, rhs.dtype, spec.precision))
+        terms = arithmetic.terms if choice.tile else 1
+        for x, copy in ((lhs, choice.lhs_copy), (rhs, choice.rhs_copy)):
+            if copy:
+                rows, columns = x.shape[-2:][:: -1 if copy == 2 else 1]
+                line = 128 // x.dtype.itemsize
+                parts = 2 if terms == 3 else 1
+                padded = math.ceil(columns / line) * line
+                results.append(ShapedArray((math.prod(x.shape[:-2]) * parts, rows, padded), x.dtype))
+        if choice.partials:
+            shape = (choice.splits, math.prod(out.shape[:-2]), *out.shape[-2:])
+            results.append(ShapedArray(shape, np.dtype("float32")))
+        if terms == 3:
+            results.append(ShapedArray((1,), np.dtype("int32")))
+        tile = choice.tile or choices.Tile(0, 0, False, 0)
         return self.ffi_call(
             [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in results],
             *operands,
             lhs_transposed=spec.lhs_transposed,
             rhs_transposed=spec.rhs_transposed,
             activation=np.int32(list(_ACTIVATIONS).index(spec.activation)),
-        )
+            has_preactivation=preactivation,
+            tile_rows=np.int32(tile.rows),
+            tile_columns=np.int32(tile.columns),
+            ping_pong=tile.ping_pong,
+            band=np.int32(tile.band),
+            terms=np.int32(terms),
+            splits=np.int32(choice.splits),
+            promote=np.int32(choice.promote),
+            lhs_copy=np.int32(choice.lhs_copy),
+            rhs_copy=np.int32(choice.rhs_copy),
+            has_partials=choice.partials,
+        )[:count]
 
     def batch(self, operands, dims, **params):
         moved = [
@@ -124,7 +230,8 @@ def _matmul_fwd(lhs, rhs, bias, spec):
 def _product(spec, like, lhs, lhs_transposed, rhs, rhs_transposed):
     """lhs @ rhs as the cotangent of `like`: of its dtype, summed over the batch axes along which it broadcasts."""
     if lhs.dtype != rhs.dtype:
-        wide = jnp.result_type(lhs, rhs)
+        eight_bits = [x.dtype.itemsize == 1 for x in (lhs, rhs)]
+        wide = jnp.result_type(*(x for x, eight in zip((lhs, rhs), eight_bits, strict=True) if not eight))
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
     shape = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
     summed = tuple(a for a, d in enumerate(shape) if d != like.shape[a])
@@ -181,7 +288,7 @@ class _Reference:
 
 
 def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
-    """The reference, its result's shape and dtype, and the operands' common dtype or None if no kernel takes them."""
+    """The reference, its result's shape and dtype, the dtypes of the kernels' operands or None, the `_precision`."""
     try:
         preferred = None if preferred is None else np.dtype(preferred)
     except TypeError as error:
@@ -190,21 +297,28 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
     reference = _Reference(dimension_numbers, precision, preferred)
     avals = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b))
     out = _reference_shape(reference, *avals, jax.config.jax_enable_x64)
-    try:
-        common = np.dtype(jnp.result_type(a.dtype, b.dtype))
-    except ValueError:  # no promotion is defined, as among the 8-bit floats
-        common = np.dtype(a.dtype)
+    dtypes, names = (a.dtype, b.dtype), {a.dtype.name, b.dtype.name}
+    wanted = _precision(precision)
+    if names <= set(_EIGHT_BITS):
+        fits = out.dtype in (np.float32, jnp.bfloat16)
+    else:
+        try:
+            common = np.dtype(jnp.result_type(*dtypes))
+        except ValueError:  # no promotion is defined, as from 8-bit floats
+            common = None
+        fits = common is not None and common.name in arguments.FLOATS and out.dtype in (common, accumulator(common))
+        dtypes = (common, common)
     why = None
     if out_sharding is not None:
         why = "out_sharding is left to XLA's dot"
-    elif isinstance(precision, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
-        why = "dot algorithms are left to XLA's dot"
-    elif common.name not in arguments.FLOATS or out.dtype not in (common, accumulator(common)):
+    elif not fits:
         why = f"there is no kernel for {a.dtype} and {b.dtype} with a result of {out.dtype}"
+    elif not isinstance(wanted, tuple) and _arithmetic(*dtypes, wanted) is None:
+        why = f"there is no kernel for the dot algorithm {getattr(wanted, 'name', wanted)} of {a.dtype} and {b.dtype}"
     if why:
         warn_fallback(op, why)
-        common = None
-    return reference, out, common
+        dtypes = None
+    return reference, out, dtypes, wanted
 
 
 def matmul(
@@ -249,21 +363,21 @@ def matmul(
     if not isinstance(activation, str | None) or activation not in _ACTIVATIONS:
         accepted = ", ".join(map(repr, _ACTIVATIONS))
         raise ValueError(f"matmul: activation must be one of {accepted}, got {activation!r}")
-    reference, out, common = _plan("matmul", a, b, precision, preferred_element_type, out_sharding)
+    reference, out, dtypes, wanted = _plan("matmul", a, b, precision, preferred_element_type, out_sharding)
     if bias is not None:
         bias = arguments.real_array("matmul", "bias", bias)
         if arguments.joint_shape("matmul", result=out.shape, bias=bias.shape) != out.shape:
             raise ValueError(f"matmul: bias must broadcast to the result's shape {out.shape}, got {bias.shape}")
-    if common is None:
+    if dtypes is None:
         return _compose_epilogue(reference(a, b, out_sharding=out_sharding), bias, activation, out.dtype)
 
     rank = max(a.ndim, b.ndim, 2)
-    lhs = (a[None, :] if a.ndim == 1 else a).astype(common)
-    rhs = (b[:, None] if b.ndim == 1 else b).astype(common)
+    lhs = (a[None, :] if a.ndim == 1 else a).astype(dtypes[0])
+    rhs = (b[:, None] if b.ndim == 1 else b).astype(dtypes[1])
     lhs, rhs = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (lhs, rhs))
     shape = (*np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2]), lhs.shape[-2], rhs.shape[-1])
     if bias is not None:
-        bias = bias.astype(accumulator(common)).reshape((1,) * (len(out.shape) - bias.ndim) + bias.shape)
+        bias = bias.astype(accumulator(*dtypes)).reshape((1,) * (len(out.shape) - bias.ndim) + bias.shape)
         bias = jnp.expand_dims(bias, [axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1])
         bias = bias.reshape((1,) * (rank - bias.ndim) + bias.shape)
     # One matrix for the whole batch: fold the batch into the rows, [..., m, k] @ [k, n] -> [... m, k] @ [k, n].
@@ -271,7 +385,7 @@ def matmul(
     if fold:
         lhs, rhs = lhs.reshape(math.prod(lhs.shape[:-1]), lhs.shape[-1]), rhs.reshape(rhs.shape[-2:])
         bias = None if bias is None else bias.reshape(1, bias.shape[-1])
-    spec = _Spec(False, False, np.dtype(out.dtype), activation, reference.precision)
+    spec = _Spec(False, False, np.dtype(out.dtype), activation, wanted)
     return _matmul(lhs, rhs, bias, spec).reshape(shape).reshape(out.shape)
 
 
@@ -335,8 +449,10 @@ def dot_general(
             "dot_general: dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), "
             f"sequences of ints, got {dimension_numbers!r}"
         ) from error
-    reference, out, common = _plan("dot_general", lhs, rhs, precision, preferred_element_type, out_sharding, numbers)
-    if common is None:
+    reference, out, dtypes, wanted = _plan(
+        "dot_general", lhs, rhs, precision, preferred_element_type, out_sharding, numbers
+    )
+    if dtypes is None:
         return reference(lhs, rhs, out_sharding=out_sharding)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     order = np.argsort(lhs_contract)
@@ -347,9 +463,9 @@ def dot_general(
     m, n, k = (
         math.prod(x.shape[a] for a in axes) for x, axes in ((lhs, lhs_free), (rhs, rhs_free), (lhs, lhs_contract))
     )
-    left, lhs_transposed = _ordered(lhs.astype(common), lhs_batch, lhs_free, lhs_contract)
-    right, rhs_transposed = _ordered(rhs.astype(common), rhs_batch, rhs_contract, rhs_free)
+    left, lhs_transposed = _ordered(lhs.astype(dtypes[0]), lhs_batch, lhs_free, lhs_contract)
+    right, rhs_transposed = _ordered(rhs.astype(dtypes[1]), rhs_batch, rhs_contract, rhs_free)
     left = left.reshape(*batch, *((k, m) if lhs_transposed else (m, k)))
     right = right.reshape(*batch, *((n, k) if rhs_transposed else (k, n)))
-    spec = _Spec(lhs_transposed, rhs_transposed, np.dtype(out.dtype), None, reference.precision)
+    spec = _Spec(lhs_transposed, rhs_transposed, np.dtype(out.dtype), None, wanted)
     return _matmul(left, right, None, spec).reshape(out.shape)

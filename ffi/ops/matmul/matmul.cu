@@ -1,43 +1,62 @@
 #include <optional>
 
+#include "hopper/wgmma.cuh"
 #include "ops/matmul/mma.cuh"
+#include "ops/matmul/operand_copy.cuh"
 #include "ops/matmul/simt.cuh"
+#include "ops/matmul/wgmma_launch.h"
 
 namespace jaxops {
 namespace {
 
+using hopper::E4M3;
+using hopper::E5M2;
+using matmul::MatrixStack;
 using matmul::Problem;
+using matmul::WgmmaOperand;
+using matmul::WgmmaPlan;
 
-// The dtypes of the operands (both the same) and of the result.
-using MatmulPairs = Types<Pair<__nv_bfloat16, __nv_bfloat16>, Pair<__nv_bfloat16, float>, Pair<__half, __half>,
-                          Pair<__half, float>, Pair<float, float>, Pair<double, double>>;
+template <class T>
+inline constexpr DataType kOperandType = kDataType<T>;
+template <>
+inline constexpr DataType kOperandType<E4M3> = DataType::F8E4M3FN;
+template <>
+inline constexpr DataType kOperandType<E5M2> = DataType::F8E5M2;
 
-// lhs, rhs, [bias] -> out, [preactivation]
-Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs rest, BufferResult out,
-             ffi::RemainingRets more, bool lhs_transposed, bool rhs_transposed, int32_t activation) {
-  constexpr const char* kHandler = "matmul";
-  if (rest.size() > 1 || more.size() > 1) return Invalid(kHandler, "too many operands or results");
-  std::optional<AnyBuffer> bias, preactivation;
-  if (rest.size() == 1) {
-    auto buffer = rest.get<AnyBuffer>(0);
-    if (!buffer.has_value()) return Invalid(kHandler, "bias is no array");
-    bias = *buffer;
-  }
-  if (more.size() == 1) {
-    auto buffer = more.get<AnyBuffer>(0);
-    if (!buffer.has_value()) return Invalid(kHandler, "preactivation is no array");
-    preactivation = **buffer;
-  }
-  const DataType operands = lhs.element_type(), result = out->element_type();
-  Problem problem;
-  JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "rhs", rhs, operands));
-  if (bias) JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "bias", *bias, AccumulatorType(operands)));
-  JAXOPS_RETURN_IF_ERROR(matmul::ParseProblem(kHandler, lhs, rhs, bias ? &*bias : nullptr, *out,
-                                              preactivation ? &*preactivation : nullptr, lhs_transposed, rhs_transposed,
-                                              activation, &problem));
-  if (problem.m * problem.n * problem.batches == 0) return Error::Success();
+template <class T_, class V_>
+struct OperandPair {
+  using T = T_;
+  using V = V_;
+};
+using WgmmaOperands =
+    Types<OperandPair<__nv_bfloat16, __nv_bfloat16>, OperandPair<__half, __half>, OperandPair<float, float>,
+          OperandPair<E4M3, E4M3>, OperandPair<E4M3, E5M2>, OperandPair<E5M2, E4M3>, OperandPair<E5M2, E5M2>>;
+
+// The kernels that run on every GPU take operands of one dtype; the result's may be f32.
+using GeneralPairs = Types<Pair<__nv_bfloat16, __nv_bfloat16>, Pair<__nv_bfloat16, float>, Pair<__half, __half>,
+                           Pair<__half, float>, Pair<float, float>, Pair<double, double>>;
+
+// How an operand of the tensor cores' kernel is copied first. The order is part of the calling convention.
+enum class OperandCopy : int32_t { kNone, kAsItLies, kTransposed, kCount };
+
+// The attributes that say how the product is computed: jaxops/ops/_matmul_choice.py chooses them.
+struct Choice {
+  int32_t tile_rows, tile_columns;  // 0: a kernel for every GPU
+  bool ping_pong;
+  int32_t band, terms, splits, promote;
+  OperandCopy lhs_copy, rhs_copy;
+};
+
+// The results in order: out, then those that there are of preactivation, lhs copy, rhs copy, partials, unfit.
+struct MoreResults {
+  std::optional<AnyBuffer> preactivation, lhs_copy, rhs_copy, partials, unfit;
+};
+
+constexpr const char* kHandler = "matmul";
+
+Error General(Device stream, const Problem& problem, DataType operands, DataType result) {
   return First(
-      MatmulPairs{}, Invalid(kHandler, "no kernel for these element types"),
+      GeneralPairs{}, Error(ffi::ErrorCode::kUnimplemented, "matmul: no kernel for these element types on this GPU"),
       [=]<class P> { return operands == kDataType<typename P::Input> && result == kDataType<typename P::Output>; },
       [&]<class P> {
         using T = typename P::Input;
@@ -46,6 +65,172 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
         } else {
           return FromCuda(kHandler, matmul::LaunchSimt<T>(stream, problem));
         }
+      });
+}
+
+bool IsHopper() {
+  int device = 0, major = 0, minor = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
+         minor == 0;
+}
+
+// Describes an operand, and enqueues the copy of it that the choice asks for.
+template <class T>
+Error PrepareOperand(Device stream, const char* name, const AnyBuffer& source, bool transposed, int64_t rows,
+                     int64_t columns, OperandCopy how, const std::optional<AnyBuffer>& copy, int terms, int32_t* unfit,
+                     WgmmaOperand* operand) {
+  const int parts = terms == 1 ? 1 : 2;
+  const int64_t slices = static_cast<int64_t>(source.element_count()) / (rows * columns);
+  if (how == OperandCopy::kNone) {
+    *operand = {source.untyped_data(), transposed, slices, columns};
+    return std::is_same_v<T, float> ? Invalid(kHandler, std::string(name) + ", f32, needs a copy") : Error::Success();
+  }
+  const bool turned = how == OperandCopy::kTransposed;
+  const int64_t copied_rows = turned ? columns : rows, copied_columns = turned ? rows : columns;
+  if (!copy || copy->element_type() != source.element_type() || copy->dimensions().size() != 3 ||
+      copy->dimensions()[0] != slices * parts || copy->dimensions()[1] != copied_rows ||
+      copy->dimensions()[2] < copied_columns || copy->dimensions()[2] * sizeof(T) % 16 != 0) {
+    return Invalid(kHandler, std::string("the copy of ") + name + " has another shape or dtype than its place");
+  }
+  const int64_t stride = copy->dimensions()[2];
+  const MatrixStack from = {source.untyped_data(), slices, rows, columns};
+  void* const to = copy->untyped_data();
+  cudaError_t status = cudaErrorNotSupported;
+  if (parts == 2) {
+    if constexpr (std::is_same_v<T, float>) {
+      status = turned ? matmul::LaunchRearrange<float, true, true>(stream, from, to, stride, unfit)
+                      : matmul::LaunchRearrange<float, false, true>(stream, from, to, stride, unfit);
+    }
+  } else if constexpr (std::is_same_v<T, float>) {
+    status = turned ? matmul::LaunchRearrange<float, true, false>(stream, from, to, stride, nullptr)
+                    : matmul::LaunchRearrange<float, false, false>(stream, from, to, stride, nullptr);
+  } else if (!turned) {
+    status = matmul::LaunchPadRows(stream, from, sizeof(T), to, stride);
+  } else if constexpr (sizeof(T) == 1) {
+    status = matmul::LaunchRearrange<uint8_t, true, false>(stream, from, to, stride, nullptr);
+  }
+  *operand = {to, transposed != turned, slices * parts, stride};
+  return FromCuda(kHandler, status);
+}
+
+template <class T, class V>
+Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem& problem,
+                    const Choice& choice, const MoreResults& results, bool wide_out) {
+  WgmmaPlan plan = {};
+  plan.tile_rows = choice.tile_rows;
+  plan.tile_columns = choice.tile_columns;
+  plan.ping_pong = choice.ping_pong;
+  plan.band = choice.band;
+  plan.terms = choice.terms;
+  plan.promote = choice.promote;
+  plan.wide_out = wide_out;
+  plan.splits = choice.splits;
+  if (results.partials) {
+    const auto shape = results.partials->dimensions();
+    if (results.partials->element_type() != DataType::F32 || shape.size() != 4 || shape[0] != plan.splits ||
+        shape[1] != problem.batches || shape[2] != problem.m || shape[3] != problem.n) {
+      return Invalid(kHandler, "the partial results' shape or dtype is off: " + Describe(shape));
+    }
+    plan.partials = Data<float>(*results.partials);
+  }
+  int32_t* unfit = nullptr;
+  if (choice.terms == 3) {
+    if (!results.unfit || results.unfit->element_type() != DataType::S32 || results.unfit->element_count() != 1)
+      return Invalid(kHandler, "products in parts need a flag, one int32");
+    unfit = Data<int32_t>(*results.unfit);
+    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(unfit, 0, sizeof(*unfit), stream)));
+  }
+  const auto shape = [](bool transposed, int64_t rows, int64_t columns) {
+    return transposed ? std::pair(columns, rows) : std::pair(rows, columns);
+  };
+  const auto [lhs_rows, lhs_columns] = shape(problem.lhs_transposed, problem.m, problem.k);
+  const auto [rhs_rows, rhs_columns] = shape(problem.rhs_transposed, problem.k, problem.n);
+  JAXOPS_RETURN_IF_ERROR(PrepareOperand<T>(stream, "lhs", lhs, problem.lhs_transposed, lhs_rows, lhs_columns,
+                                           choice.lhs_copy, results.lhs_copy, choice.terms, unfit, &plan.lhs));
+  JAXOPS_RETURN_IF_ERROR(PrepareOperand<V>(stream, "rhs", rhs, problem.rhs_transposed, rhs_rows, rhs_columns,
+                                           choice.rhs_copy, results.rhs_copy, choice.terms, unfit, &plan.rhs));
+  plan.unfit = unfit;
+  const cudaError_t status = matmul::LaunchWgmma<T, V>(stream, problem, plan);
+  if (status == cudaErrorNotSupported)  // no such tile, or not for rows that lie so
+    return General(stream, problem, kOperandType<T>, wide_out ? DataType::F32 : kOperandType<T>);
+  JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
+  if (!unfit) return Error::Success();
+  if constexpr (std::is_same_v<T, float>) {  // infinite or no numbers among the operands
+    Problem guarded = problem;
+    guarded.only_if = unfit;
+    return FromCuda(kHandler, matmul::LaunchSimt<float>(stream, guarded));
+  }
+  return Invalid(kHandler, "only f32 is multiplied in parts");
+}
+
+// lhs, rhs, [bias] -> out, and more as in MoreResults
+Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs rest, BufferResult out,
+             ffi::RemainingRets more, bool lhs_transposed, bool rhs_transposed, int32_t activation,
+             bool has_preactivation, int32_t tile_rows, int32_t tile_columns, bool ping_pong, int32_t band,
+             int32_t terms, int32_t splits, int32_t promote, int32_t lhs_copy, int32_t rhs_copy, bool has_partials) {
+  constexpr int32_t kCopies = static_cast<int32_t>(OperandCopy::kCount);
+  if (lhs_copy < 0 || lhs_copy >= kCopies || rhs_copy < 0 || rhs_copy >= kCopies || band < 1 || splits < 1 ||
+      promote < 0 || (splits > 8 && !has_partials) || (terms != 1 && terms != 3)) {
+    return Invalid(kHandler, "attributes out of range");
+  }
+  const Choice choice = {tile_rows,
+                         tile_columns,
+                         ping_pong,
+                         band,
+                         terms,
+                         splits,
+                         promote,
+                         static_cast<OperandCopy>(lhs_copy),
+                         static_cast<OperandCopy>(rhs_copy)};
+  MoreResults results;
+  std::optional<AnyBuffer> bias;
+  if (rest.size() > 1) return Invalid(kHandler, "too many operands");
+  if (rest.size() == 1) {
+    auto buffer = rest.get<AnyBuffer>(0);
+    if (!buffer.has_value()) return Invalid(kHandler, "bias is no array");
+    bias = *buffer;
+  }
+  size_t next = 0;
+  for (const auto& [present, result] :
+       {std::pair(has_preactivation, &results.preactivation), std::pair(lhs_copy != 0, &results.lhs_copy),
+        std::pair(rhs_copy != 0, &results.rhs_copy), std::pair(has_partials, &results.partials),
+        std::pair(terms == 3, &results.unfit)}) {
+    if (!present) continue;
+    if (next == more.size()) return Invalid(kHandler, "too few results");
+    auto buffer = more.get<AnyBuffer>(next++);
+    if (!buffer.has_value()) return Invalid(kHandler, "a result is no array");
+    *result = **buffer;
+  }
+  if (next != more.size()) return Invalid(kHandler, "too many results");
+  const DataType lhs_type = lhs.element_type(), rhs_type = rhs.element_type(), result = out->element_type();
+  const auto is_8bit = [](DataType type) { return type == DataType::F8E4M3FN || type == DataType::F8E5M2; };
+  if (lhs_type != rhs_type && !(is_8bit(lhs_type) && is_8bit(rhs_type)))
+    return Invalid(kHandler, "the operands' dtypes differ");
+  if (bias) JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "bias", *bias, AccumulatorType(lhs_type)));
+  Problem problem = {};
+  JAXOPS_RETURN_IF_ERROR(matmul::ParseProblem(kHandler, lhs, rhs, bias ? &*bias : nullptr, *out,
+                                              results.preactivation ? &*results.preactivation : nullptr, lhs_transposed,
+                                              rhs_transposed, activation, &problem));
+  if (problem.m * problem.n * problem.batches == 0) return Error::Success();
+  // A slice of a larger array may begin anywhere; the copy engine takes aligned ones alone.
+  const auto fits = [](const AnyBuffer& operand, int32_t copy) {
+    return copy != 0 || reinterpret_cast<uintptr_t>(operand.untyped_data()) % 16 == 0;
+  };
+  if (tile_rows == 0 || problem.k == 0 || !fits(lhs, lhs_copy) || !fits(rhs, rhs_copy) || !IsHopper())
+    return General(stream, problem, lhs_type, result);
+  return First(
+      WgmmaOperands{}, Invalid(kHandler, "no tensor core kernel for these element types"),
+      [=]<class P> {
+        using T = typename P::T;
+        using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
+        return lhs_type == kOperandType<T> && rhs_type == kOperandType<typename P::V> &&
+               (result == DataType::F32 || (sizeof(T) < 4 && result == kOperandType<Narrow>));
+      },
+      [&]<class P> {
+        return OnTensorCores<typename P::T, typename P::V>(stream, lhs, rhs, problem, choice, results,
+                                                           result == DataType::F32);
       });
 }
 
@@ -60,4 +245,15 @@ JAXOPS_HANDLER(matmul, jaxops::Matmul,
                    .RemainingRets()
                    .Attr<bool>("lhs_transposed")
                    .Attr<bool>("rhs_transposed")
-                   .Attr<int32_t>("activation"));
+                   .Attr<int32_t>("activation")
+                   .Attr<bool>("has_preactivation")
+                   .Attr<int32_t>("tile_rows")
+                   .Attr<int32_t>("tile_columns")
+                   .Attr<bool>("ping_pong")
+                   .Attr<int32_t>("band")
+                   .Attr<int32_t>("terms")
+                   .Attr<int32_t>("splits")
+                   .Attr<int32_t>("promote")
+                   .Attr<int32_t>("lhs_copy")
+                   .Attr<int32_t>("rhs_copy")
+                   .Attr<bool>("has_partials"));

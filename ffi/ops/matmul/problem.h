@@ -48,6 +48,7 @@ struct Problem {
   int64_t bias_row_stride, bias_column_stride;  // 0 where the bias broadcasts
   void *out, *preactivation;                    // preactivation: null unless the backward pass will need it
   Activation activation;
+  const int32_t* only_if = nullptr;  // the general kernels do nothing if this is not null and 0 on the device
 
   int64_t lhs_stride() const { return lhs_transposed ? m : k; }
   int64_t rhs_stride() const { return rhs_transposed ? k : n; }

@@ -54,6 +54,7 @@ template <class A, bool kLhsTransposed, bool kRhsTransposed>
 __global__ void __launch_bounds__(SimtTile<A>::kThreads) SimtMatmul(const Problem p) {
   using Shape = SimtTile<A>;
   constexpr int kQuad = Shape::kQuad;
+  if (p.only_if && !*p.only_if) return;
   __shared__ alignas(16) A lhs_tiles[2][Shape::kDepth][Shape::kPitch], rhs_tiles[2][Shape::kDepth][Shape::kPitch];
   const Tile tile = TileOf(p, blockIdx.x, Shape::kSize, Shape::kSize);
   const Offsets offsets = p.batch.At(tile.batch);

@@ -1,0 +1,81 @@
+// Barriers of Hopper's asynchronous world: mbarriers in shared memory, named barriers, register reallocation.
+#ifndef JAXOPS_HOPPER_BARRIER_CUH_
+#define JAXOPS_HOPPER_BARRIER_CUH_
+
+#include <cstdint>
+
+namespace jaxops::hopper {
+
+inline constexpr int kWarpgroup = 128;  // threads
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// An mbarrier, by its address. A phase ends when all arrivals and all expected bytes have come; waiting for parity 1 of
+// a fresh barrier returns at once.
+struct Barrier {
+  uint32_t address;
+
+  __device__ void Initialize(int arrivals) const {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
+  }
+  __device__ void Arrive() const { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory"); }
+  __device__ void ArriveAndExpect(int bytes) const {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+  }
+  __device__ void Wait(uint32_t parity) const {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra WAIT;\n}" ::"r"(address),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+// Makes initialised barriers visible to the copy engine.
+__device__ inline void FenceBarriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Orders this thread's accesses of shared memory before later ones of the copy engine.
+__device__ inline void FenceSharedForCopies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barriers among some of a block's threads; 0 is __syncthreads's.
+__device__ inline void NamedSync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ inline void NamedArrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Clusters of blocks.
+__device__ inline uint32_t ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline void ClusterArrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ inline void ClusterWait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// A float in the shared memory of the cluster's block `rank`, at the address that it has in this block.
+__device__ inline float LoadFrom(uint32_t rank, uint32_t address) {
+  uint32_t there;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+  return value;
+}
+__device__ inline void StoreShared(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// Gives registers of this warpgroup back, or takes such, so that it has kCount a thread.
+template <int kCount>
+__device__ void ReleaseRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ void AcquireRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+}  // namespace jaxops::hopper
+
+#endif  // JAXOPS_HOPPER_BARRIER_CUH_

@@ -1,0 +1,114 @@
+// Matrix products of a warpgroup (wgmma), both operands in shared memory with the 128-byte swizzle, f32 sums.
+#ifndef JAXOPS_HOPPER_WGMMA_CUH_
+#define JAXOPS_HOPPER_WGMMA_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace jaxops::hopper {
+
+// 8-bit floats: names for the instructions; nothing is computed with them elsewhere.
+struct E4M3 {
+  uint8_t bits;
+};
+struct E5M2 {
+  uint8_t bits;
+};
+
+// How an operand's tile lies: in rows of 128 bytes, along k (one row for each m or n), or along m or n (one for each k,
+// 64 elements wide; for 16-bit elements alone).
+enum class Major { kDepth, kSpace };
+
+// 64 rows by 128 bytes, along either.
+inline constexpr int kBlockBytes = 8192;
+
+// The descriptor of an operand at `address`: address, distance of 64-wide blocks (kSpace only) and of groups of 8 rows,
+// all in units of 16 bytes; swizzle mode 1 (128 bytes). The tile must be aligned to 1024 bytes.
+__device__ inline uint64_t Descriptor(uint32_t address) {
+  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(kBlockBytes >> 4) << 16 |
+         static_cast<uint64_t>(1024 >> 4) << 32 | uint64_t{1} << 62;
+}
+// From one instruction's operand to the next one's along k: 32 bytes of each row, or 16 rows.
+template <Major kMajor>
+inline constexpr int kStepBytes = kMajor == Major::kDepth ? 32 : 16 * 128;
+// Instructions along k that a tile of 128-byte rows takes.
+inline constexpr int kSteps = 4;
+
+__device__ inline void FenceRegisters() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void CommitProducts() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ void WaitProducts() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// clang-format off
+#define JAXOPS_N0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define JAXOPS_N1 JAXOPS_N0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define JAXOPS_N2 JAXOPS_N1 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define JAXOPS_N3 JAXOPS_N2 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define JAXOPS_N4 JAXOPS_N3 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define JAXOPS_N5 JAXOPS_N4 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define JAXOPS_N6 JAXOPS_N5 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define JAXOPS_N7 JAXOPS_N6 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define JAXOPS_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define JAXOPS_D32(i) JAXOPS_D8(i), JAXOPS_D8(i + 8), JAXOPS_D8(i + 16), JAXOPS_D8(i + 24)
+// N, its registers' names, the names of the two descriptors, the flag and the two transposition flags.
+#define JAXOPS_WGMMA_16BIT(N, type, names, a, b, flag, ta, tb, ...)                                                  \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32."  \
+               type "." type " {" names "}, " a ", " b ", add, 1, 1, " ta ", " tb ";\n}"                             \
+               : __VA_ARGS__ : "l"(lhs), "l"(rhs), "r"(accumulate), "n"(kLhs == Major::kSpace), "n"(kRhs == Major::kSpace))
+#define JAXOPS_WGMMA_OTHER(N, types, names, a, b, flag, ta, tb, ...)                                                 \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N types       \
+               " {" names "}, " a ", " b ", add, 1, 1;\n}"                                                           \
+               : __VA_ARGS__ : "l"(lhs), "l"(rhs), "r"(accumulate))
+#define JAXOPS_WGMMA_WIDTHS(form, type)                                                                              \
+  if constexpr (kN == 64) form(64, type, JAXOPS_N1, "%32", "%33", "%34", "%35", "%36", JAXOPS_D32(0));               \
+  if constexpr (kN == 128) form(128, type, JAXOPS_N3, "%64", "%65", "%66", "%67", "%68", JAXOPS_D32(0), JAXOPS_D32(32)); \
+  if constexpr (kN == 192) form(192, type, JAXOPS_N5, "%96", "%97", "%98", "%99", "%100", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64)); \
+  if constexpr (kN == 256) form(256, type, JAXOPS_N7, "%128", "%129", "%130", "%131", "%132", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64), JAXOPS_D32(96))
+// clang-format on
+
+// d = lhs rhs, or d += lhs rhs if `accumulate`, for 64 x kN sums: element 4 i + 2 h + j of thread t is that of row
+// t / 32 * 16 + h * 8 + t % 32 / 4 and column 8 i + t % 4 * 2 + j. float stands for TF32: the low 13 bits are ignored.
+template <class A, class B, int kN, Major kLhs, Major kRhs>
+__device__ void MultiplyAdd(float (&d)[kN / 2], uint64_t lhs, uint64_t rhs, int accumulate) {
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  if constexpr (std::is_same_v<A, __nv_bfloat16> && std::is_same_v<B, A>) {
+    JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_16BIT, "bf16");
+  } else if constexpr (std::is_same_v<A, __half> && std::is_same_v<B, A>) {
+    JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_16BIT, "f16");
+  } else {
+    static_assert(kLhs == Major::kDepth && kRhs == Major::kDepth, "only 16-bit operands may lie along m or n");
+    if constexpr (std::is_same_v<A, float> && std::is_same_v<B, A>) {
+      JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_OTHER, "k8.f32.tf32.tf32");
+    } else if constexpr (std::is_same_v<A, E4M3> && std::is_same_v<B, E4M3>) {
+      JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_OTHER, "k32.f32.e4m3.e4m3");
+    } else if constexpr (std::is_same_v<A, E4M3>) {
+      JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_OTHER, "k32.f32.e4m3.e5m2");
+    } else if constexpr (std::is_same_v<B, E4M3>) {
+      JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_OTHER, "k32.f32.e5m2.e4m3");
+    } else {
+      JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_OTHER, "k32.f32.e5m2.e5m2");
+    }
+  }
+}
+#undef JAXOPS_N0
+#undef JAXOPS_N1
+#undef JAXOPS_N2
+#undef JAXOPS_N3
+#undef JAXOPS_N4
+#undef JAXOPS_N5
+#undef JAXOPS_N6
+#undef JAXOPS_N7
+#undef JAXOPS_D8
+#undef JAXOPS_D32
+#undef JAXOPS_WGMMA_16BIT
+#undef JAXOPS_WGMMA_OTHER
+#undef JAXOPS_WGMMA_WIDTHS
+
+}  // namespace jaxops::hopper
+
+#endif  // JAXOPS_HOPPER_WGMMA_CUH_

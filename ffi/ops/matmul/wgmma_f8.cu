@@ -1,0 +1,23 @@
+#include "ops/matmul/wgmma.cuh"
+
+namespace jaxops::matmul {
+
+// The tensor cores keep sums of 8-bit products to 14 bits: long ones are promoted, or fast.
+template <class T, class V>
+cudaError_t LaunchWgmma(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
+  constexpr Major kDepth = Major::kDepth;
+  if (plan.terms != 1 || plan.lhs.transposed || !plan.rhs.transposed) return cudaErrorNotSupported;
+  if (plan.promote) return LaunchPlanned<Product<T, V, kDepth, kDepth, 1, true>>(PromotedTiles{}, stream, p, plan);
+  using Tiles =
+      Types<WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>, WgmmaTile<128, 256, 2, 4>>;
+  return LaunchPlanned<Product<T, V, kDepth, kDepth>>(Tiles{}, stream, p, plan);
+}
+
+using hopper::E4M3;
+using hopper::E5M2;
+template cudaError_t LaunchWgmma<E4M3, E4M3>(cudaStream_t, const Problem&, const WgmmaPlan&);
+template cudaError_t LaunchWgmma<E4M3, E5M2>(cudaStream_t, const Problem&, const WgmmaPlan&);
+template cudaError_t LaunchWgmma<E5M2, E4M3>(cudaStream_t, const Problem&, const WgmmaPlan&);
+template cudaError_t LaunchWgmma<E5M2, E5M2>(cudaStream_t, const Problem&, const WgmmaPlan&);
+
+}  // namespace jaxops::matmul

@@ -1,0 +1,40 @@
+// The tensor cores' kernel for each pair of operand types, compiled apart.
+#ifndef JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_H_
+#define JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_H_
+
+#include <cstdint>
+
+#include "core/handler.h"
+#include "ops/matmul/problem.h"
+
+namespace jaxops::matmul {
+
+// An operand as the kernel reads it: the caller's array, or a copy made for it.
+struct WgmmaOperand {
+  const void* data;
+  bool transposed;         // as in Problem
+  int64_t slices, stride;  // matrices (of all parts); elements from row to row
+};
+
+// How a product is computed; chosen by jaxops/ops/_matmul_choice.py.
+struct WgmmaPlan {
+  WgmmaOperand lhs, rhs;
+  int tile_rows, tile_columns;
+  bool ping_pong;
+  int band;  // tile rows, see WgmmaWorks
+  int terms;
+  int promote;  // k tiles after which sums are promoted to f32 registers; 0: never
+  int splits;
+  float* partials;       // [splits, batches, m, n]; null: the parts of a split are summed by clusters of blocks
+  const int32_t* unfit;  // if not null and not 0 on the device: leave, another kernel does it
+  bool wide_out;         // f32 results
+};
+
+// cudaErrorNotSupported if there is no such tile. T, V: __nv_bfloat16, __half, float (TF32), hopper::E4M3,
+// hopper::E5M2.
+template <class T, class V>
+cudaError_t LaunchWgmma(cudaStream_t stream, const Problem& problem, const WgmmaPlan& plan);
+
+}  // namespace jaxops::matmul
+
+#endif  // JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_H_

@@ -1,0 +1,276 @@
+"""Which kernel computes a matmul on a GPU: a pure function of the product and the device, from the tables below.
+
+Nothing is timed at run time: what is recorded in a command buffer must not depend on it. The rates are measured ones
+(benchmarks/TUNING.md); `jaxops.explain` shows what a call gets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+
+class Device(NamedTuple):
+    """What the choice depends on: the CUDA compute capability and the number of multiprocessors."""
+
+    capability: str
+    multiprocessors: int
+
+
+#: Assumed where a program is lowered for CUDA on a machine without a GPU.
+H200 = Device("9.0", 132)
+
+
+@functools.cache
+def local_device() -> Device:
+    """The first local CUDA device."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return H200
+    return Device(str(device.compute_capability), int(device.core_count))
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matmul: `batches` products [m, k] @ [k, n].
+
+    arithmetic: one of ARITHMETICS. lhs_transposed: lhs lies as [k, m]; rhs_transposed: rhs as [n, k]. lhs_batches,
+    rhs_batches: as many matrices has the operand.
+    """
+
+    m: int
+    n: int
+    k: int
+    arithmetic: str
+    lhs_transposed: bool = False
+    rhs_transposed: bool = False
+    batches: int = 1
+    lhs_batches: int = 1
+    rhs_batches: int = 1
+    result_bytes: int = 2  # an element
+
+
+class Tile(NamedTuple):
+    """The part of the result that a block computes at a time, and with which share of the tensor cores' peak."""
+
+    rows: int
+    columns: int
+    ping_pong: bool
+    efficiency: float
+    band: int = 8  # tile rows that run side by side
+    stores_any_rows: bool = True  # else only results whose rows are aligned to 16 bytes
+    resident: int = 1  # blocks of a multiprocessor
+    clusters: bool = False  # the parts of a split can be summed by clusters of blocks
+
+
+class Arithmetic(NamedTuple):
+    """How elements are multiplied: their bytes, TFLOP/s at best, terms of a product, and whether sums are promoted.
+
+    Terms: f32 in full precision is three products of TF32 parts. Promoted sums are added to f32 registers after every
+    few products, because the tensor cores' own are truncated (to 14 bits for 8-bit operands).
+    """
+
+    itemsize: int
+    peak: float
+    terms: int
+    promoted: bool
+
+
+ARITHMETICS = {
+    "16bit": Arithmetic(2, 820, 1, False),
+    "tf32": Arithmetic(4, 415, 1, False),
+    "f32": Arithmetic(4, 415 / 3, 3, True),
+    "f8": Arithmetic(1, 1530, 1, True),
+    "f8 fast": Arithmetic(1, 1530, 1, False),
+}
+
+_COMMON_TILES = (
+    Tile(32, 64, False, 0.45, resident=2, clusters=True),  # for up to 32 rows that lie along k
+    Tile(64, 64, False, 0.45, clusters=True),
+    Tile(64, 128, False, 0.7, clusters=True),
+    Tile(128, 128, False, 0.84, clusters=True),
+    Tile(128, 128, True, 0.93, band=2),
+    Tile(128, 192, True, 0.99, stores_any_rows=False),
+    Tile(128, 256, False, 0.98),
+    Tile(256, 192, False, 0.97, stores_any_rows=False),
+)
+_PROMOTED_TILES = (
+    Tile(64, 64, False, 0.4, clusters=True),
+    Tile(64, 128, False, 0.65, clusters=True),
+    Tile(128, 128, False, 0.85, clusters=True),
+    Tile(128, 192, False, 0.9),
+)
+_FAST_F8_TILES = (_COMMON_TILES[2], _COMMON_TILES[4], _COMMON_TILES[6])
+TILES = {
+    "16bit": _COMMON_TILES,
+    "tf32": _COMMON_TILES,
+    "f32": _PROMOTED_TILES,
+    "f8": _PROMOTED_TILES,
+    "f8 fast": _FAST_F8_TILES,
+}
+
+#: Bytes a microsecond from memory and from the L2 cache.
+_MEMORY, _L2 = 4.2e6, 13e6
+#: Microseconds that a further kernel costs, that a block needs to begin, and a cluster to sum its parts.
+_KERNEL, _FILL, _CLUSTER = 2.5, 2.0, 1.0
+#: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, and others (with a bias or an
+#: activation, or to rows that are not aligned). Tiles in ping-pong hide them behind the next tile.
+_PLAIN_STORE, _STORE = 1.0, 5.0
+#: As many blocks of clusters of each size can an H200 hold, one on each multiprocessor.
+_CLUSTERED_BLOCKS = {1: 132, 2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 120}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How a product is computed.
+
+    kernel: "wgmma" (Hopper's tensor cores), "general" (a kernel for every GPU) or "xla". why: in words. lhs_copy,
+    rhs_copy: 0 none; 1 with rows padded to 16 bytes; 2 transposed. The rest is of wgmma alone.
+    """
+
+    kernel: str
+    why: str
+    tile: Tile | None = None
+    splits: int = 1
+    partials: bool = False  # the parts of a split are written and summed by another kernel; else by clusters of blocks
+    promote: int = 0  # k tiles (of every term) after which sums are promoted; 0: never
+    lhs_copy: int = 0
+    rhs_copy: int = 0
+
+    def __str__(self):
+        if self.tile is None:
+            return f"{self.kernel}: {self.why}"
+        kind = " ping-pong" if self.tile.ping_pong else ""
+        parts = [f"tile {self.tile.rows}x{self.tile.columns}{kind}"]
+        if self.splits > 1:
+            where = "partial results" if self.partials else "clusters"
+            parts.append(f"k split in {self.splits} {where}")
+        for name, copy in (("lhs", self.lhs_copy), ("rhs", self.rhs_copy)):
+            if copy:
+                parts.append(f"{name} copied {('', 'with padded rows', 'transposed')[copy]}")
+        return f"{self.kernel} ({', '.join(parts)}): {self.why}"
+
+
+def _copies(product: Product) -> tuple[int, int]:
+    """What is to be copied before the tensor cores' kernel can read it."""
+    itemsize = ARITHMETICS[product.arithmetic].itemsize
+    found = []
+    for columns, along_k in (
+        (product.m if product.lhs_transposed else product.k, not product.lhs_transposed),
+        (product.k if product.rhs_transposed else product.n, product.rhs_transposed),
+    ):
+        if itemsize != 2 and not along_k:
+            found.append(2)
+        else:
+            found.append(int(itemsize == 4 or columns * itemsize % 16 != 0))
+    return found[0], found[1]
+
+
+def _tiles(product: Product, tile: Tile) -> int:
+    return math.ceil(product.m / tile.rows) * math.ceil(product.n / tile.columns) * product.batches
+
+
+def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, device: Device, activation: bool) -> float:
+    """The time that a tile and a split of k are expected to take."""
+    itemsize, peak, terms, _ = ARITHMETICS[product.arithmetic]
+    m, n, k, batches = product.m, product.n, product.k, product.batches
+    blocks = _tiles(product, tile) * splits
+    depth = math.ceil(math.ceil(k * itemsize / 128) / splits) * 128 / itemsize
+    rate = peak * 1e6 / device.multiprocessors * tile.efficiency
+    waves = math.ceil(blocks / device.multiprocessors)
+    plain = not activation and n * product.result_bytes % 16 == 0
+    store = (_PLAIN_STORE if plain else _STORE) * max(tile.rows, 64) * tile.columns / (128 * 256)
+    store *= 2 if tile.ping_pong else waves  # a warpgroup has the whole tile, but only the last one shows
+    compute = waves * (2 * max(tile.rows, 64) * tile.columns * depth / rate) + store
+    read = (product.lhs_batches * m * k + product.rhs_batches * k * n) * itemsize
+    shared = blocks / splits * (min(tile.rows, m) + min(tile.columns, n)) * k * itemsize * terms
+    written = batches * m * n * (4 * splits if partials else product.result_bytes)
+    busy = min(1, blocks / device.multiprocessors)  # the share of the multiprocessors that load
+    time = max(compute, (read + written) / _MEMORY / busy**0.5, shared / _L2 / busy) + _FILL
+    if partials:
+        time += _KERNEL + batches * m * n * 4 * splits / _L2
+    elif splits > 1:
+        time += _CLUSTER
+    return time
+
+
+def _best_tile(product: Product, device: Device, activation: bool = False) -> tuple[Tile, int, bool]:
+    """The tile, the split of k, and whether its parts are summed by another kernel."""
+    itemsize = ARITHMETICS[product.arithmetic].itemsize
+    aligned = product.n * product.result_bytes % 16 == 0
+    depth = math.ceil(product.k * itemsize / 128)
+    found = []
+    for tile in TILES[product.arithmetic]:
+        if not aligned and not tile.stores_any_rows:
+            continue
+        few_rows = product.m <= 32 and not product.lhs_transposed and TILES[product.arithmetic][0].rows == 32
+        if (tile.rows == 32) != few_rows:
+            continue
+        tiles = _tiles(product, tile)
+        most = 1 if tile.ping_pong else max(1, min(depth // 4, device.multiprocessors * tile.resident // tiles))
+        for splits in range(1, most + 1):
+            room = _CLUSTERED_BLOCKS.get(splits, 0) * tile.resident * device.multiprocessors // H200.multiprocessors
+            clusters = tile.clusters and tiles * splits <= room
+            for partials in {splits > 1, splits > 1 and not clusters}:
+                time = _microseconds(product, tile, splits, partials, device, activation)
+                found.append((time, -tile.rows * tile.columns, tile, splits, partials))
+    return min(found)[2:]
+
+
+def _slower_than_xla(product: Product, activation: bool) -> str | None:
+    """Why XLA's dot is chosen, for products where it was measured to be faster (benchmarks/results/matmul.csv)."""
+    m, n, k, batches = product.m, product.n, product.k, product.batches
+    operations = 2 * m * n * k * batches
+    unaligned = any(size * ARITHMETICS[product.arithmetic].itemsize % 16 for size in (k, n))
+    if product.arithmetic == "tf32":
+        # Operands must be rounded, and laid along k, by a copy; XLA's kernels do it on the way.
+        return None if unaligned and operations >= 2e10 else "TF32 operands would have to be copied to be rounded"
+    if product.arithmetic == "f32":
+        return None if operations >= 4e9 else "a small product in full precision"
+    if product.arithmetic != "16bit":
+        return None if operations >= 2e10 else "a small product of 8-bit floats"
+    if unaligned:
+        return None if operations >= 2e9 else "a small product of rows that are not aligned to 16 bytes"
+    if m == 1 and n * k >= 4e6:
+        return None
+    if m < 33 or n < 33:
+        return "few rows or columns"
+    if m <= 128 and n <= 8192 and n * k >= 8e6:
+        return None
+    if m * n <= 1 << 16 and k >= 1 << 14:
+        return None  # k is split
+    if n % 64 or k % 64:
+        return "rows that are not aligned to 128 bytes"
+    if operations < 1.5e9:
+        return "a small product"
+    if batches > 1 or m * n / operations > 1 / 1024:
+        return None if activation else "the result takes longer to write than to compute"
+    tile = _best_tile(product, H200)[0]
+    if _tiles(product, tile) < 0.9 * 132 and operations < 5e10 and m > 128 and n > 128:
+        return "the tiles do not fill the device"
+    return None
+
+
+def choose(product: Product, device: Device, activation: bool = False) -> Choice:
+    """The kernel for a product on a device; activation: whether the result has a bias or an activation."""
+    if not all(isinstance(size, int | np.integer) for size in (product.m, product.n, product.k, product.batches)):
+        return Choice("xla", "the shape is symbolic")
+    lhs_copy, rhs_copy = _copies(product)
+    if device.capability != "9.0":
+        if product.arithmetic == "16bit" and lhs_copy + rhs_copy:
+            return Choice("general", "rows that are not aligned to 16 bytes")
+        return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
+    if why := _slower_than_xla(product, activation):
+        return Choice("xla", why)
+    tile, splits, partials = _best_tile(product, device, activation)
+    # The truncation of the tensor cores grows with the number of products that they sum, as f32's own rounding does.
+    promote = 0
+    if ARITHMETICS[product.arithmetic].promoted:
+        promote = 1 if product.arithmetic == "f8" else 3 if product.k < 2048 else 6
+    return Choice("wgmma", "Hopper's tensor cores", tile, splits, partials, promote, lhs_copy, rhs_copy)
