@@ -51,8 +51,8 @@ LANGUAGE_MODELS = [
     Case(8192, 128, 8192),
     Case(2048, 768, 3072),
 ]
-SKINNY = [Case(m, 4096, 4096) for m in (1, 16, 64, 128)] + [Case(m, 28672, 4096) for m in (16, 128)]
-UNALIGNED = [Case(4095, 4097, 4093), Case(1000, 1000, 1000), Case(127, 129, 131)]
+SKINNY = [Case(m, n, 4096) for n in (4096, 28672) for m in (1, 8, 16, 32, 64, 128)]
+UNALIGNED = [Case(4095, 4097, 4093), Case(1000, 1000, 1000), Case(127, 129, 131), Case(4096, 4096, 100)]
 BATCHED = [Case(1024, 128, 1024, batch=128), Case(1024, 1024, 128, batch=128), Case(256, 256, 64, batch=256)]
 LAYOUTS = [
     Case(m, n, k, layout)
@@ -71,6 +71,7 @@ CASES = {
         *LAYOUTS,
         *(dataclasses.replace(case, op="dense_gelu") for case in _squares(2048, 4096, 8192) + LANGUAGE_MODELS),
     ],
+    "gpu, 8 bits": [*_squares(1024, 2048, 4096, 8192), *LANGUAGE_MODELS[:3], *LAYOUTS[:2]],
     "cpu": [
         *_squares(256, 512, 1024),
         Case(1, 1024, 1024),
@@ -92,7 +93,10 @@ F32_OPERATIONS = 2e12
 
 def cases(dtype: str, quick: bool) -> list[Case]:
     """The products for the device at hand."""
-    found = (QUICK if quick else CASES)[_backend()]
+    device = _backend()
+    if dtype.startswith("float8"):
+        return CASES["gpu, 8 bits"] if device == "gpu" and not quick else QUICK[device]
+    found = (QUICK if quick else CASES)[device]
     return [case for case in found if dtype != "float32" or case.operations <= F32_OPERATIONS]
 
 
@@ -113,16 +117,18 @@ def operands(case: Case, dtype: str, rng: harness.Generator) -> tuple[jax.Array,
     return *matrices, rng.standard_normal((case.n,)).astype(parameter_dtype(dtype))
 
 
-def functions(case: Case) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """jaxops's product and XLA's."""
-    if case.layout == "NN":
+def functions(case: Case, dtype: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """jaxops's product and XLA's; bf16 results of 8-bit operands, with fast sums, as is XLA's default."""
+    eight_bits = dtype.startswith("float8")
+    if case.layout == "NN" and not eight_bits:
         comparison = COMPARISONS[case.op]
         return _full_precision(comparison.ours), _full_precision(comparison.reference)
     contracted = tuple((axis if letter == "N" else 1 - axis,) for axis, letter in zip((1, 0), case.layout, strict=True))
-    return tuple(
-        _full_precision(functools.partial(function, dimension_numbers=(contracted, ((), ()))))
-        for function in (jaxops.dot_general, jax.lax.dot_general)
-    )
+    options = {"dimension_numbers": (contracted, ((), ()))}
+    if eight_bits:
+        options["preferred_element_type"] = "bfloat16"
+    products = (functools.partial(function, **options) for function in (jaxops.dot_general, jax.lax.dot_general))
+    return tuple(product if eight_bits else _full_precision(product) for product in products)
 
 
 def _full_precision(function):
@@ -138,19 +144,22 @@ def ceiling(dtype: str, clock: harness.Clock, settings: harness.Settings) -> flo
     rates = []
     for case in (QUICK_CEILINGS if settings.quick else CEILINGS)[_backend()]:
         draw = harness.drawing(functools.partial(operands, case, dtype))
-        product = harness.Calls(harness.compiled(functions(case)[1]), [draw(0)])
+        product = harness.Calls(harness.compiled(functions(case, dtype)[1]), [draw(0)])
         times = harness.alternate(clock, {"xla": product}, settings.seconds, settings.rounds)
         rates.append(case.operations / times["xla"] / 1e12)
     return max(rates)
 
 
 def tasks(dtype: str, ceiling: float, quick: bool) -> list[harness.Task]:
-    """The measurements of a dtype. Gradients only of plain products: those of the others are such products too."""
+    """The measurements of a dtype. Gradients only of plain products: those of the others are such products too.
+
+    What is timed is what a user gets: the kernel that jaxops chooses, which can be XLA's own.
+    """
     found = []
     for case in cases(dtype, quick):
-        ours, reference = functions(case)
+        ours, reference = functions(case, dtype)
         draw = harness.drawing(functools.partial(operands, case, dtype))
-        plain = case.op == "matmul" and case.layout == "NN"
+        plain = case.op == "matmul" and case.layout == "NN" and not dtype.startswith("float8")
         for direction, products in (("forward", 1), ("backward", 2))[: 2 if plain else 1]:
             found.append(
                 harness.Task(

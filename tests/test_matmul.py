@@ -540,3 +540,24 @@ def test_a_choice_depends_on_nothing_but_the_product_and_the_device():
     assert choices.choose(large, choices.Device("8.0", 108)).kernel == "xla"
     assert choices.choose(product(4095, 4097, 4093), choices.Device("8.0", 108)).kernel == "general"
     assert "tile" in str(choices.choose(large, choices.H200))
+
+
+@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+def test_a_training_step_of_an_mlp_is_our_calls_alone():
+    """Forward and backward, lowered for a GPU: six products, no transposition, and bf16 between them."""
+
+    def loss(params, x, wanted):
+        first, second, bias = params
+        hidden = jaxops.matmul(x, first, bias=bias, activation="gelu")
+        return jnp.mean((jaxops.matmul(hidden, second) - wanted).astype(jnp.float32) ** 2)
+
+    x, wanted = (jax.ShapeDtypeStruct((4, 1024, 2048), jnp.bfloat16),) * 2
+    first, second = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2048, 8192), (8192, 2048)))
+    params = (first, second, jax.ShapeDtypeStruct((8192,), jnp.float32))
+    step = jax.jit(jax.grad(loss, (0, 1))).trace(params, x, wanted)
+    text = step.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"custom_call @{_kernel.target_name('matmul')}") == 6
+    assert "stablehlo.transpose" not in text
+    assert "stablehlo.dot" not in text
+    matrices = [line for line in text.splitlines() if "stablehlo.convert" in line and "2048x8192" in line]
+    assert not matrices  # the weights and their gradients stay in bf16

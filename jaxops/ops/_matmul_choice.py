@@ -96,9 +96,9 @@ _COMMON_TILES = (
     Tile(64, 128, False, 0.7, clusters=True),
     Tile(128, 128, False, 0.84, clusters=True),
     Tile(128, 128, True, 0.93, band=2),
-    Tile(128, 192, True, 0.99, stores_any_rows=False),
+    Tile(128, 192, True, 0.97, stores_any_rows=False),
     Tile(128, 256, False, 0.98),
-    Tile(256, 192, False, 0.97, stores_any_rows=False),
+    Tile(256, 192, False, 0.98, stores_any_rows=False),
 )
 _PROMOTED_TILES = (
     Tile(64, 64, False, 0.4, clusters=True),
@@ -234,25 +234,23 @@ def _slower_than_xla(product: Product, activation: bool) -> str | None:
     if product.arithmetic == "f32":
         return None if operations >= 4e9 else "a small product in full precision"
     if product.arithmetic != "16bit":
-        return None if operations >= 2e10 else "a small product of 8-bit floats"
+        return None if operations >= 1.5e10 else "a small product of 8-bit floats"
     if unaligned:
         return None if operations >= 2e9 else "a small product of rows that are not aligned to 16 bytes"
-    if m == 1 and n * k >= 4e6:
-        return None
-    if m < 33 or n < 33:
-        return "few rows or columns"
-    if m <= 128 and n <= 8192 and n * k >= 8e6:
+    if m <= 128 and (n > 8192 or 1 < m <= 32 or (m == 1 and product.rhs_transposed)):
+        return "few rows"
+    if m <= 128 and n * k >= 8e6:
         return None
     if m * n <= 1 << 16 and k >= 1 << 14:
         return None  # k is split
     if n % 64 or k % 64:
         return "rows that are not aligned to 128 bytes"
-    if operations < 1.5e9:
+    if operations < (2e10 if activation else 1.5e9):
         return "a small product"
     if batches > 1 or m * n / operations > 1 / 1024:
-        return None if activation else "the result takes longer to write than to compute"
+        return "the result takes longer to write than to compute"
     tile = _best_tile(product, H200)[0]
-    if _tiles(product, tile) < 0.9 * 132 and operations < 5e10 and m > 128 and n > 128:
+    if _tiles(product, tile) < 0.9 * H200.multiprocessors and operations < 5e10:
         return "the tiles do not fill the device"
     return None
 
