@@ -1,7 +1,7 @@
 """jaxops: softmax, log_softmax, layer_norm, rms_norm and matmul for JAX, on CPU and CUDA kernels of their own."""
 
 from jaxops import _load
-from jaxops._kernel import FallbackWarning
+from jaxops._kernel import FallbackWarning, disabled_checks
 from jaxops._version import __version__
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
@@ -9,11 +9,15 @@ from jaxops.ops.matmul import dot_general, matmul
 from jaxops.ops.rms_norm import rms_norm
 from jaxops.ops.softmax import softmax
 
+from jaxops import checkpoint_policies  # isort: skip  (it knows the kernels that the ops declare)
+
 _load.register()
 
 __all__ = [
     "FallbackWarning",
     "__version__",
+    "checkpoint_policies",
+    "disabled_checks",
     "dot_general",
     "layer_norm",
     "log_softmax",

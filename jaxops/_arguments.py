@@ -89,7 +89,7 @@ def boolean(op: str, name: str, value: Any) -> jax.Array:
 def joint_shape(op: str, **shapes: Sequence[int]) -> tuple[int, ...]:
     """The shape to which all broadcast."""
     try:
-        return np.broadcast_shapes(*(tuple(shape) for shape in shapes.values()))
+        return jnp.broadcast_shapes(*(tuple(shape) for shape in shapes.values()))
     except ValueError as error:
         given = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(f"{op}: shapes do not broadcast: {given}") from error

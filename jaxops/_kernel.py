@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.export
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxops._sharding import Layout, Shards, partitioned, requires_devices, reshard_like, typed_results, vary_alike
+from jaxops._version import __version__
 
 # The version of the handlers' calling convention; part of every target's name, so that an exported program which
 # names an older convention fails to find its target instead of calling a newer one wrongly.
@@ -47,6 +53,27 @@ def target_name(kernel: str) -> str:
     return f"jaxops.{kernel}.v{CALLING_CONVENTION}"
 
 
+def disabled_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
+    """What :func:`jax.export.export` must be told for functions that use jaxops: that its kernels may be exported.
+
+    An exported program finds the kernels by name where it runs: jaxops must be imported there, in a version with the
+    same calling convention; with another one the program fails to compile. Programs partitioned over several devices by
+    the compiler cannot be exported; inside :func:`jax.shard_map` they can.
+
+    Returns:
+      A value for `disabled_checks`: one check for each kernel.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxops
+      >>> (rows,) = jax.export.symbolic_shape("rows")
+      >>> argument = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
+      >>> exported = jax.export.export(jax.jit(jaxops.softmax), disabled_checks=jaxops.disabled_checks())(argument)
+      >>> exported.call(jnp.zeros((2, 8)))[0, 0]
+      Array(0.125, dtype=float32)
+    """
+    return tuple(jax.export.DisabledSafetyCheck.custom_call(target_name(name)) for name in KERNELS)
+
+
 def register_handlers(platform: str, targets: dict[str, Any]) -> None:
     """Registers one half's handlers with XLA; `platform` is "cpu" or "cuda"."""
     for name, capsule in targets.items():
@@ -59,22 +86,35 @@ def register_handlers(platform: str, targets: dict[str, Any]) -> None:
 class Kernel:
     """A primitive that runs one FFI target on the platforms that have it, and plain JAX on all others.
 
-    A subclass says what the results are (`abstract`), how the target is called (`call_target`), what the same thing
-    is in plain JAX (`plain`) and how a mapped axis enters (`batch`). All take the operands, then the parameters.
+    A subclass says what the results are (`abstract`), which axes are one (`layout`), how the target is called
+    (`call_target`), what the same thing is in plain JAX (`plain`), how a mapped axis enters (`batch`), and its
+    derivative (`jvp`, and `transpose` where it is linear). All take the operands, then the parameters.
+
+    The ops have no custom_vjp: it would give up forward mode. A kernel's JVP rule binds a primitive that is linear in
+    the tangents, and that one's transpose rule the backward kernel: both modes come from one rule each, an operand that
+    is not differentiated costs nothing, and the backward kernels can be differentiated like any other.
 
     Args:
       name: the target's name, without prefix and version.
       plain_on: platforms on which plain JAX is the intended implementation, used without a warning.
+      target: False if there is no such target: the primitive stands for what its plain JAX makes of others, as long as
+        it is to be transposed as a whole.
     """
 
-    def __init__(self, name: str, *, plain_on: Sequence[str] = ()):
+    def __init__(self, name: str, *, plain_on: Sequence[str] = (), target: bool = True):
         self.name = name
         self.plain_on = frozenset(plain_on)
         self.primitive = primitive = Primitive(f"jaxops_{name}")
         primitive.multiple_results = True
         primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-        primitive.def_abstract_eval(self.abstract)
+        primitive.def_abstract_eval(self.typed)
         batching.primitive_batchers[primitive] = self.batch
+        ad.primitive_jvps[primitive] = self.jvp
+        ad.primitive_transposes[primitive] = self._transpose
+        requires_devices(primitive)
+        if not target:
+            mlir.register_lowering(primitive, mlir.lower_fun(self.plain, multiple_results=True))
+            return
         for platform in ("cpu", "cuda"):
             lowering = mlir.lower_fun(functools.partial(self._lower, platform), multiple_results=True)
             mlir.register_lowering(primitive, lowering, platform=platform)
@@ -85,20 +125,76 @@ class Kernel:
     def _lower(self, platform: str, *operands, **params):
         if any(operand.size == 0 for operand in operands):
             return self.plain(*operands, **params)
-        if self.name in HANDLERS.get(platform, ()):
-            return self.call_target(*operands, **params)
-        if platform not in self.plain_on:
+        here = self.name in HANDLERS.get(platform, ())
+        if not here and platform not in self.plain_on:
             warn_fallback(f"{self.name} on {platform}", "jaxops was built without kernels for it")
-        return self.plain(*operands, **params)
+        run = self.call_target if here else self.plain
+        local = functools.partial(self.local, run, **params)
+        program = (__version__, platform, here, sorted(params.items()))
+        digest = hashlib.sha256(repr(program).encode()).hexdigest()[:16]
+        name = f"jaxops_{self.name}_{digest}"
+        types = self.typed(*map(jax.typeof, operands), **params)
+        return partitioned(name, self.layout(*operands, **params), local, operands, types)
 
-    def ffi_call(self, results: Sequence[jax.ShapeDtypeStruct], *operands, **attributes) -> list[jax.Array]:
+    def local(self, run: Callable, shards: Shards, scatter: Shards, *operands, **params) -> list[jax.Array]:
+        """The kernel on one device's part of the operands; run: `call_target` or `plain`. See `partitioned`."""
+        if shards:
+            raise NotImplementedError
+        return run(*operands, **params)
+
+    def ffi_call(self, results: Sequence[ShapedArray], *operands, **attributes) -> list[jax.Array]:
         """Calls the FFI target itself."""
+        like = jax.typeof(operands[0])
+        if not like.sharding.mesh.empty:
+            whole = NamedSharding(like.sharding.mesh, PartitionSpec())
+            results = [r.update(sharding=whole, manual_axis_type=like.manual_axis_type) for r in results]
         return jax.ffi.ffi_call(target_name(self.name), results)(*operands, **attributes)
 
     def bind(self, *operands, **params) -> list[jax.Array]:
-        return self.primitive.bind(*operands, **params)
+        return self.primitive.bind(*vary_alike(operands), **params)
+
+    def typed(self, *avals, **params) -> list[ShapedArray]:
+        results = self.abstract(*avals, **params)
+        return typed_results(self.name, self.layout(*avals, **params), avals, results)
+
+    def _transpose(self, cotangents, *operands, **params):
+        """`transpose`, which gives the cotangents of the operands that are undefined, None for zero."""
+        if all(isinstance(cotangent, ad.Zero) for cotangent in cotangents):
+            found = [None] * len(operands)
+        else:
+            found = self.transpose(cotangents, *operands, **params)
+        return [
+            None if not ad.is_undefined_primal(x) else ad.Zero(x.aval) if g is None else reshard_like(g, x.aval)
+            for x, g in zip(operands, found, strict=True)
+        ]
 
     abstract: Callable[..., list[ShapedArray]]
+    layout: Callable[..., Layout]
     call_target: Callable[..., list[jax.Array]]
     plain: Callable[..., list[jax.Array]]
     batch: Callable[..., tuple[list[jax.Array], list[int]]]
+    jvp: Callable[..., tuple[list[jax.Array], list[jax.Array]]]
+    transpose: Callable[..., list[jax.Array | None]]
+
+
+def jvp_of_linear(kernel: Kernel, linear: Sequence[bool], primals, tangents, **params):
+    """The JVP of a kernel that is linear in some operands and differentiable, in plain JAX, in the others."""
+    out = kernel.bind(*primals, **params)
+    varied = [not isinstance(tangent, ad.Zero) for tangent in tangents]
+    total = [ad.Zero(jax.typeof(x)) for x in out]
+    if any(a and b for a, b in zip(linear, varied, strict=True)):
+        moved = (
+            ad.instantiate_zeros(t) if is_linear else x
+            for is_linear, x, t in zip(linear, primals, tangents, strict=True)
+        )
+        total = kernel.bind(*moved, **params)
+    others = [i for i, is_linear in enumerate(linear) if varied[i] and not is_linear]
+    if others:
+
+        def function(*values):
+            given = dict(zip(others, values, strict=True))
+            return kernel.plain(*(given.get(i, x) for i, x in enumerate(primals)), **params)
+
+        _, more = jax.jvp(function, [primals[i] for i in others], [tangents[i] for i in others])
+        total = [ad.add_tangents(a, b) for a, b in zip(total, more, strict=True)]
+    return out, total

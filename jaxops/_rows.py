@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.custom_derivatives import CustomVJPPrimal
+from jax.interpreters import ad
 
-from jaxops._kernel import Kernel, warn_fallback
+from jaxops._kernel import Kernel, jvp_of_linear, warn_fallback
+from jaxops._sharding import Layout
 
 #: The parameters that name axes of x. vmap shifts them; an axis of -1 is none.
 AXIS_PARAMETERS = ("axes", "kept", "query_axis", "key_axis")
@@ -32,18 +34,21 @@ class _Slot:
 
     kind: "full", x's shape; "row", one value a row: size 1 along the normalised axes; "broadcast", an operand that has
     x's size or 1 along each axis; "sum", a result that has x's size along the normalised and the kept axes and is
-    summed over the others. condition: the optional slot with which it is there (mostly itself); None: always.
+    summed over the others. condition: the optional slot with which it is there (mostly itself); None: always. given:
+    the handler has this result whether it is wanted or not.
     """
 
     name: str
     kind: str
     condition: str | None
+    given: bool
 
     @classmethod
     def parse(cls, text: str) -> _Slot:
         name, kind = (part.strip() for part in text.split(":"))
-        kind, optional, condition = kind.partition("?")
-        return cls(name, kind, (condition or name) if optional else None)
+        given = kind.endswith("!")
+        kind, optional, condition = kind.replace("!", "?").partition("?")
+        return cls(name, kind, (condition or name) if optional else None, given)
 
     def present(self, has: Sequence[str]) -> bool:
         return self.condition is None or self.condition in has
@@ -69,24 +74,59 @@ def expand_rank(x: jax.Array, rank: int) -> jax.Array:
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
-def sum_rows(x: jax.Array, axes: Sequence[int], kept: Sequence[int]) -> jax.Array:
-    """A "sum" result in plain JAX."""
-    summed = tuple(a for a in range(x.ndim) if a not in axes and a not in kept)
-    return jnp.sum(x, axis=summed, keepdims=True)
+def sum_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """x summed over the axes along which `shape` has size 1."""
+    summed = tuple(a for a, d in enumerate(x.shape) if shape[a] != d)
+    return jnp.sum(x, axis=summed, keepdims=True) if summed else x
 
 
-def record_perturbed(*primals: CustomVJPPrimal | None) -> np.ndarray:
-    """Which operands of a custom_vjp function are differentiated, as a residual for its backward pass.
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows that plain JAX code works on, and their reductions.
 
-    An empty array that says it with its shape: (0, 1 or 0 for each operand). The structure of the residuals must not
-    depend on it: all pullbacks of a jitted function are run with the structure that was traced last.
+    axes: those normalised over. kept: further ones along which the sums over rows are not taken. shards: where x is one
+    device's part of an array, the mesh axes over which each of x's axes is split; then the reductions are those of the
+    whole array, each one collective operation on its results.
     """
-    return np.zeros((0, *(int(primal is not None and primal.perturbed) for primal in primals)), np.float32)
 
+    axes: tuple[int, ...]
+    kept: tuple[int, ...] = ()
+    shards: tuple[tuple[str, ...], ...] = ()
 
-def read_perturbed(recorded: jax.Array) -> list[bool]:
-    """What `record_perturbed` recorded."""
-    return [bool(d) for d in recorded.shape[1:]]
+    def _over(self, axes: Iterable[int]) -> tuple[str, ...]:
+        return tuple(name for a in axes if self.shards for name in self.shards[a])
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Each row's largest element, of size 1 along the normalised axes."""
+        largest = jnp.max(x, axis=self.axes, keepdims=True, initial=-jnp.inf)
+        over = self._over(self.axes)
+        return jax.lax.pmax(largest, over) if over else largest
+
+    def sum(self, *xs: jax.Array) -> list[jax.Array]:
+        """Each row's sums, of one dtype, of size 1 along the normalised axes."""
+        sums = [jnp.sum(x, axis=self.axes, keepdims=True) for x in xs]
+        over = self._over(self.axes)
+        if not over:
+            return sums
+        return list(jax.lax.psum(jnp.stack(sums), over)) if len(sums) > 1 else [jax.lax.psum(sums[0], over)]
+
+    def size(self, x: jax.Array) -> int:
+        """How many elements a row has."""
+        over = self._over(self.axes)
+        return math.prod(x.shape[a] for a in self.axes) * (jax.lax.psum(1, over) if over else 1)
+
+    def sum_rows(self, *xs: jax.Array) -> list[jax.Array]:
+        """The sums over rows: of x's size along the normalised and the kept axes, else of size 1."""
+        summed = tuple(a for a in range(xs[0].ndim) if a not in self.axes and a not in self.kept)
+        sums = [jnp.sum(x, axis=summed, keepdims=True) for x in xs]
+        over = self._over(summed)
+        return jax.lax.psum(sums, over) if over else sums
+
+    def positions(self, shape: Sequence[int], axis: int) -> jax.Array:
+        """Each element's position along an axis of the whole array."""
+        here = jax.lax.broadcasted_iota(np.int32, shape, axis)
+        over = self._over((axis,))
+        return here + shape[axis] * jax.lax.axis_index(over) if over else here
 
 
 def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
@@ -99,8 +139,14 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     row_bytes = columns * itemsize
     limits = ((128, 1056), (512, 792), (2048, 528), (8192, 264), (16384, 132), (32768, 66))
     full = next((count for limit, count in limits if row_bytes <= limit), 132)
-    chunks = max(1, min(full // groups, rows // 8))
+    if not isinstance(groups, int):  # symbolic: how many is not known before the program is compiled
+        return 1
+    chunks = max(1, full // groups if not isinstance(rows, int) else min(full // groups, rows // 8))
     return chunks if columns % 8 == 0 or chunks < 8 else chunks // 8 * 8
+
+
+#: The named operands or results of a row kernel; None where absent.
+Named = dict[str, "jax.Array | None"]
 
 
 class RowKernel(Kernel):
@@ -110,23 +156,46 @@ class RowKernel(Kernel):
       name: the FFI target.
       spec: `"x: full, scale: broadcast?, residual: full? -> y: full, sum: full?residual, rstd: row"`: operands and
         results, each with its kind (see `_Slot`). One with `?` is there only in some calls, or, with another's name
-        behind it, together with that one. The handler has a boolean attribute `has_scale` for it.
-      plain: the same function in plain JAX: takes the operands by position (None where absent) and the parameters by
-        keyword (`kept` only if it sums), returns the results as a tuple in the order of the spec.
+        behind it, together with that one. The handler has a boolean attribute `has_scale` for it. One with `!` is a
+        result that the handler always has, and some calls leave out.
+      plain: the same function in plain JAX: takes Rows, the operands by position (None where absent) and the parameters
+        by keyword, returns the results as a tuple in the order of the spec.
+      linear: the operands in which it is linear.
+      jvp: the JVP rule of a kernel that is linear in none: takes the primals and the tangents (None for zero) as
+        dictionaries, the parameters and the names of the wanted results by keyword; returns the results and their
+        tangents as dictionaries.
+      transpose: of a kernel that is linear in some: takes as dictionaries the operands that are given, the types of
+        the wanted ones and the cotangents of the results (None for zero), and the parameters by keyword; returns the
+        cotangents of the wanted operands as a dictionary.
       trailing_sums: the sums exist only where the normalised axes are x's last ones.
+      target: see Kernel.
 
     Parameters of a call: `axes`, the normalised axes, ascending; `dtype`, that of the first result (further full ones
     have x's); `has`, the optional slots that are there; `kept`, further axes over which sums are not taken (mapped
     ones, those of a bias); anything else goes to the handler.
     """
 
-    def __init__(self, name: str, spec: str, plain: Callable[..., tuple], trailing_sums: bool = False):
-        super().__init__(name)
+    def __init__(
+        self,
+        name: str,
+        spec: str,
+        plain: Callable[..., tuple],
+        *,
+        linear: Sequence[str] = (),
+        jvp: Callable[..., tuple[Named, Named]] | None = None,
+        transpose: Callable[..., Named] | None = None,
+        trailing_sums: bool = False,
+        target: bool = True,
+    ):
+        super().__init__(name, target=target)
         operands, results = spec.split("->")
         self.operands = [_Slot.parse(text) for text in operands.split(",")]
         self.results = [_Slot.parse(text) for text in results.split(",")]
         self._optional = [slot.name for slot in (*self.operands, *self.results) if slot.condition == slot.name]
         self._plain = plain
+        self._linear = frozenset(linear)
+        self._jvp_rule = jvp
+        self._transpose_rule = transpose
         self._trailing_sums = trailing_sums
 
     def __call__(self, *operands, axes: Sequence[int], dtype, kept: Sequence[int] = (), results=(), **attributes):
@@ -146,8 +215,11 @@ class RowKernel(Kernel):
         out = iter([jnp.squeeze(x, -1) for x in out] if single else out)
         return [next(out) if slot.present(has) else None for slot in self.results]
 
+    def _present(self, slots: Sequence[_Slot], has: Sequence[str]) -> list[_Slot]:
+        return [slot for slot in slots if slot.present(has)]
+
     def abstract(self, *avals, axes, kept, has, dtype, **_) -> list[ShapedArray]:
-        slots = [slot for slot in self.operands if slot.present(has)]
+        slots = self._present(self.operands, has)
         if len(slots) != len(avals):
             raise TypeError(f"{self.name} takes {[slot.name for slot in slots]}, got {len(avals)} operands")
         x = avals[0]
@@ -166,39 +238,73 @@ class RowKernel(Kernel):
             "row": row,
             "sum": tuple(d if a in axes or a in kept else 1 for a, d in enumerate(x.shape)),
         }
-        first, *rest = (slot for slot in self.results if slot.present(has))
+        first, *rest = self._present(self.results, has)
         return [
             ShapedArray(shapes[first.kind], dtype),
             *(ShapedArray(shapes[slot.kind], x.dtype if slot.kind == "full" else wide) for slot in rest),
         ]
 
-    def plain(self, *operands, axes, kept, has, dtype, **attributes) -> list[jax.Array]:
-        given = iter(operands)
-        named = [next(given) if slot.present(has) else None for slot in self.operands]
-        if any(slot.kind == "sum" for slot in self.results):
-            attributes["kept"] = kept
-        out = self._plain(*named, axes=axes, dtype=dtype, **attributes)
+    def layout(self, *operands, axes, kept, has, **_) -> Layout:
+        """x's axes by number; the handlers sum over rows, and `local` over their shards."""
+        sizes = operands[0].shape
+
+        def names(kind, shape=None):
+            own = {
+                "full": lambda a: False,
+                "row": lambda a: a in axes,
+                "broadcast": lambda a: shape[a] != sizes[a],
+                "sum": lambda a: a not in axes and a not in kept,
+            }[kind]
+            return ["" if own(a) else f"x{a}" for a in range(len(sizes))]
+
+        inputs = zip(self._present(self.operands, has), operands, strict=True)
+        return Layout.of(
+            (names(slot.kind, x.shape) for slot, x in inputs),
+            (names(slot.kind) for slot in self._present(self.results, has)),
+        )
+
+    def _run_plain(self, rows: Rows, *operands, has, dtype, **attributes) -> list[jax.Array]:
+        named = self._named(self.operands, operands, has)
+        out = self._plain(rows, *named.values(), dtype=dtype, **attributes)
         return [value for slot, value in zip(self.results, out, strict=True) if slot.present(has)]
+
+    def plain(self, *operands, axes, kept, **params) -> list[jax.Array]:
+        return self._run_plain(Rows(axes, kept), *operands, **params)
+
+    def local(self, run, shards, scatter, *operands, axes, kept, has, **params) -> list[jax.Array]:
+        """Where rows are split, plain JAX with collective operations on a few values a row; else the kernel."""
+        if not shards:
+            return run(*operands, axes=axes, kept=kept, has=has, **params)
+        rows = Rows(axes, kept, tuple(shards.get(f"x{a}", ()) for a in range(operands[0].ndim)))
+        if any(rows.shards[a] for a in axes):
+            return self._run_plain(rows, *operands, has=has, **params)
+        out = run(*operands, axes=axes, kept=kept, has=has, **params)
+        summed = [i for i, slot in enumerate(self._present(self.results, has)) if slot.kind == "sum"]
+        over = [name for a, names in enumerate(rows.shards) if a not in (*axes, *kept) for name in names]
+        if summed and over:
+            for i, total in zip(summed, jax.lax.psum([out[i] for i in summed], over), strict=True):
+                out[i] = total
+        return out
 
     def call_target(self, *operands, axes, kept, has, dtype, **attributes) -> list[jax.Array]:
         rank = operands[0].ndim
         if max(len(axes), rank - len(axes)) > MAX_AXES:
             warn_fallback(f"{self.name} of rank {rank}", f"the kernels take up to {MAX_AXES} axes of a kind")
             return self.plain(*operands, axes=axes, kept=kept, has=has, dtype=dtype, **attributes)
-        avals = self.abstract(*operands, axes=axes, kept=kept, has=has, dtype=dtype)
-        results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-        kinds = [slot.kind for slot in self.results if slot.present(has)]
+        wanted, given = has, [slot.name for slot in self.results if slot.given]
+        has = (*(name for name in has if name not in given), *given)
+        results = self.abstract(*operands, axes=axes, kept=kept, has=has, dtype=dtype)
+        kinds = [slot.kind for slot in self._present(self.results, has)]
         sums = kinds.count("sum")
         if sums:  # before them stands the handlers' workspace
             x = operands[0]
             groups, columns = (math.prod(x.shape[a] for a in named) for named in (kept, axes))
-            slots = [slot for slot in self.operands if slot.present(has)]
+            slots = self._present(self.operands, has)
             widest = max(x.dtype.itemsize for slot, x in zip(slots, operands, strict=True) if slot.kind == "full")
             chunks = _chunks(groups, x.size // (groups * columns), columns, widest)
             first = kinds.index("sum")
-            workspace = jax.ShapeDtypeStruct((sums, groups, chunks, columns), results[first].dtype)
-            results.insert(first, workspace)
-        attributes |= {f"has_{name}": name in has for name in self._optional}
+            results.insert(first, ShapedArray((sums, groups, chunks, columns), results[first].dtype))
+        attributes |= {f"has_{name}": name in has for name in self._optional if name not in given}
         attributes["axes"] = axes
         for name in AXIS_PARAMETERS:
             if name in attributes:
@@ -206,10 +312,11 @@ class RowKernel(Kernel):
         out = self.ffi_call(results, *operands, **attributes)
         if sums:
             del out[first]
-        return out
+        there = self._present(self.results, has)
+        return [value for slot, value in zip(there, out, strict=True) if slot.present(wanted)]
 
     def batch(self, operands, dims, *, has, **params):
-        slots = [slot for slot in self.operands if slot.present(has)]
+        slots = self._present(self.operands, has)
         size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         full = [d for slot, d in zip(slots, dims, strict=True) if slot.kind == "full" and d is not None]
         sums = any(slot.kind == "sum" and slot.present(has) for slot in self.results)
@@ -234,3 +341,31 @@ class RowKernel(Kernel):
             params["kept"] = tuple(sorted((*params["kept"], position)))
         out = self.bind(*moved, has=has, **params)
         return out, [position] * len(out)
+
+    def _named(self, slots: Sequence[_Slot], values: Sequence, has: Sequence[str]) -> dict[str, Any]:
+        values = iter(values)
+        return {slot.name: next(values) if slot.present(has) else None for slot in slots}
+
+    def jvp(self, primals, tangents, *, has, **params):
+        if self._linear:
+            linear = [slot.name in self._linear for slot in self._present(self.operands, has)]
+            return jvp_of_linear(self, linear, primals, tangents, has=has, **params)
+        tangents = [None if isinstance(t, ad.Zero) else t for t in tangents]
+        named = (self._named(self.operands, values, has) for values in (primals, tangents))
+        slots = self._present(self.results, has)
+        out, moved = self._jvp_rule(*named, results=tuple(slot.name for slot in slots), **params)
+        zeros = [ad.Zero(jax.typeof(out[slot.name])) for slot in slots]
+        moved = [zero if moved.get(s.name) is None else moved[s.name] for s, zero in zip(slots, zeros, strict=True)]
+        return [out[slot.name] for slot in slots], moved
+
+    def transpose(self, cotangents, *operands, has, **params):
+        cotangents = [None if isinstance(t, ad.Zero) else t for t in cotangents]
+        given = [None if ad.is_undefined_primal(x) else x for x in operands]
+        types = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
+        found = self._transpose_rule(
+            self._named(self.operands, given, has),
+            self._named(self.operands, types, has),
+            self._named(self.results, cotangents, has),
+            **params,
+        )
+        return [found.get(slot.name) for slot in self._present(self.operands, has)]

@@ -9,141 +9,197 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from jaxops import _arguments as arguments
 from jaxops._kernel import warn_fallback
-from jaxops._rows import (
-    RowKernel,
-    accumulator,
-    expand_rank,
-    kernel_dtypes,
-    read_perturbed,
-    record_perturbed,
-    sum_rows,
-)
+from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, sum_to
 
 #: The bytes of a row of x up to which the backward kernels sum the gradient of the bias themselves.
 _DBIAS_ROW_BYTES = 131072
 
+_OPTIONS = "scale: broadcast?, bias: broadcast?, where: broadcast?"
 
-def plain_logits(x, scale, bias, where, *, query_axis, key_axis):
-    """The logits in the accumulator's dtype, and which of them take part: a boolean array of x's shape, or None."""
+
+def _causal_mask(rows: Rows, shape, query_axis, key_axis):
+    """Which keys are not after their query: of size 1 along all other axes."""
+    axes = (query_axis, key_axis)
+    shape = [d if a in axes else 1 for a, d in enumerate(shape)]
+    query, key = (rows.positions(shape, axis) for axis in axes)
+    return key <= query
+
+
+def plain_mask(rows: Rows, shape, where, *, query_axis, key_axis):
+    """Which entries take part: a boolean array that broadcasts to the shape of x; None: all."""
+    if query_axis < 0:
+        return where
+    causal = _causal_mask(rows, shape, query_axis, key_axis)
+    return causal if where is None else where & causal
+
+
+def visible(mask, x):
+    """x, 0 where it is masked."""
+    return x if mask is None else jnp.where(mask, x, 0)
+
+
+def plain_logits(rows: Rows, x, scale, bias, where, **causal):
+    """The logits in the accumulator's dtype, -inf where they are masked, and the mask."""
     z = x.astype(accumulator(x.dtype))
     z = z if scale is None else z * scale
     z = z if bias is None else z + bias.astype(z.dtype)
-    mask = where
-    if query_axis >= 0:
-        query, key = (jax.lax.broadcasted_iota(np.int32, x.shape, axis) for axis in (query_axis, key_axis))
-        mask = key <= query if mask is None else mask & (key <= query)
-    return z, None if mask is None else jnp.broadcast_to(mask, x.shape)
+    mask = plain_mask(rows, x.shape, where, **causal)
+    return z if mask is None else jnp.where(mask, z, -jnp.inf), mask
 
 
-def plain_gradients(dz, scale, *, axes, kept, dtype):
+def plain_exponentials(rows: Rows, z, mask):
+    """exp(z - max) and z - max."""
+    shifted = z - jax.lax.stop_gradient(rows.max(z))
+    return visible(mask, jnp.exp(shifted)), shifted
+
+
+def plain_gradients(rows: Rows, dz, scale, dtype):
     """dx and dbias, from the gradient of the logits."""
-    return (dz if scale is None else dz * scale).astype(dtype), sum_rows(dz, axes, kept)
+    return (dz if scale is None else dz * scale).astype(dtype), *rows.sum_rows(dz)
 
 
-class Kernels(NamedTuple):
-    """The kernels of an op. from_result: the backward pass starts from y, not from x, bias and where."""
+def logits_tangent(x, scale, dx, dscale, dbias):
+    """That of the logits, from the tangents that there are."""
+    terms = []
+    if dx is not None:
+        terms.append(dx if scale is None else dx.astype(scale.dtype) * scale)
+    if dscale is not None:
+        terms.append(x.astype(dscale.dtype) * dscale)
+    if dbias is not None:
+        terms.append(dbias)
+    wide = accumulator(*(term.dtype for term in terms))
+    return functools.reduce(jnp.add, (term.astype(wide) for term in terms))
 
-    forward: RowKernel
-    backward: RowKernel
-    from_result: bool
 
-    @classmethod
-    def declare(cls, op: str, plain_forward: Callable, plain_backward: Callable, from_result: bool) -> Kernels:
-        options = "scale: broadcast?, bias: broadcast?, where: broadcast?"
-        return cls(
-            RowKernel(f"{op}_fwd", f"x: full, {options} -> y: full", plain_forward),
-            RowKernel(
-                f"{op}_bwd",
-                f"x: full, {options}, dy: full -> dx: full, dbias: sum?",
-                plain_backward,
-                trailing_sums=True,
-            ),
-            from_result,
+class _LogitsKernel(RowKernel):
+    """The handlers know a row's query from its position; on a part of the queries, causality becomes a mask."""
+
+    #: Whether the zeros of the first operand, a result, tell what is masked.
+    from_result = False
+
+    def local(self, run, shards, scatter, *operands, has, query_axis, key_axis, **params):
+        shape = operands[0].shape
+        split = tuple(shards.get(f"x{a}", ()) for a in range(len(shape)))
+        if query_axis >= 0 and (split[query_axis] or split[key_axis]):
+            named = self._named(self.operands, operands, has)
+            if not self.from_result:
+                rows = Rows((), (), split)
+                named["where"] = plain_mask(rows, shape, named["where"], query_axis=query_axis, key_axis=key_axis)
+                has = tuple(name for name in self._optional if name in has or name == "where")
+            query_axis = key_axis = -1
+            operands = [x for x in named.values() if x is not None]
+        params |= {"has": has, "query_axis": query_axis, "key_axis": key_axis}
+        return super().local(run, shards, scatter, *operands, **params)
+
+
+class Kernels:
+    """The kernels of an op and their derivatives.
+
+    Args:
+      op: its name.
+      plain_forward, plain_backward: the kernels in plain JAX.
+      tangent: the tangent map, from the kernels: takes them; Rows; the operand with which the backward pass starts; x,
+        if that is y and the scale has a tangent; scale, bias, where; the tangents of x, scale and bias, None for zero.
+      from_result: the backward pass starts from y, not from x, bias and where.
+    """
+
+    def __init__(
+        self, op: str, plain_forward: Callable, plain_backward: Callable, tangent: Callable, from_result: bool
+    ):
+        self.from_result = from_result
+        self.forward = _LogitsKernel(f"{op}_fwd", f"x: full, {_OPTIONS} -> y: full", plain_forward, jvp=self._jvp)
+        self.backward = _LogitsKernel(
+            f"{op}_bwd",
+            f"x: full, {_OPTIONS}, dy: full -> dx: full, dbias: sum?",
+            plain_backward,
+            linear=("dy",),
+            transpose=self._transpose_backward,
+            trailing_sums=True,
+        )
+        self.backward.from_result = from_result
+        self.tangent = RowKernel(
+            f"{op}_jvp",
+            f"operand: full, x: full?, {_OPTIONS}, dx: full?, dscale: broadcast?, dbias: broadcast? -> dy: full",
+            functools.partial(tangent, self),
+            linear=("dx", "dscale", "dbias"),
+            transpose=self._transpose_tangent,
+            target=False,
         )
 
+    def _jvp(self, primals: Named, tangents: Named, *, results, **params):
+        del results
+        x, scale, bias, where = primals.values()
+        (y,) = self.forward(*primals.values(), **params)
+        dx, dscale, dbias, _ = tangents.values()
+        if dx is dscale is dbias is None:
+            return {"y": y}, {}
+        residuals = (
+            (y, None if dscale is None else x, scale, None, None) if self.from_result else (x, None, scale, bias, where)
+        )
+        masked = where is not None or params["query_axis"] >= 0
+        (dy,) = self.tangent(*residuals, dx, dscale, dbias, masked=masked, **params)
+        return {"y": y}, {"y": dy}
 
-class _Call(NamedTuple):
-    """What is known of a call without its operands' values."""
+    def _transpose_backward(self, given: Named, wanted: Named, cotangents: Named, *, kept, dtype, **params):
+        del kept, dtype
+        x, scale, bias, where, _ = given.values()
+        residuals = (x, None, scale, bias, where)
+        (dy,) = self.tangent(
+            *residuals, cotangents["dx"], None, cotangents["dbias"], dtype=wanted["dy"].dtype, **params
+        )
+        return {"dy": dy}
 
-    kernels: Kernels
-    axes: tuple[int, ...]
-    causal: bool  # the last two axes are queries and keys
-    masked: bool  # causal or with where
-    scale_varies: bool  # it is an array: its gradient may be wanted
-    dtype: np.dtype  # of the result
-    x: jax.ShapeDtypeStruct
-    bias: jax.ShapeDtypeStruct | None
+    def _transpose_tangent(
+        self, given: Named, wanted: Named, cotangents: Named, *, axes, kept, dtype, masked, **causal
+    ):
+        del kept, dtype
+        operand, x, scale, bias, where, *_ = given.values()
+        dy = cotangents["dy"]
+        x = operand if x is None else x
+        shape, dtype = operand.shape, (operand if wanted["dx"] is None else wanted["dx"]).dtype
+        scale_wanted, bias_type = wanted["dscale"] is not None, wanted["dbias"]
+        if bias_type is not None and all(bias_type.shape[a] == 1 for a in axes):
+            bias_type = None  # what is added to a whole row does not change y: dz sums to 0 over each row
+        if wanted["dx"] is None and not scale_wanted and bias_type is None:
+            return {}
+        in_kernel = (
+            bias_type is not None
+            and not scale_wanted
+            and axes == tuple(range(len(shape)))[-len(axes) :]
+            and math.prod(shape[a] for a in axes) * dtype.itemsize <= _DBIAS_ROW_BYTES
+            and all(bias_type.shape[a] == shape[a] for a in axes)
+            and bias_type.shape != shape
+        )
+        kernel = functools.partial(self.backward, axes=axes, masked=masked, **causal)
+        if in_kernel or not (scale_wanted or bias_type is not None):
+            rows = [a for a in range(len(shape)) if a not in axes]
+            kept = [a for a in rows if bias_type.shape[a] == shape[a]] if in_kernel else []
+            results = ("dbias",) if in_kernel else ()
+            dx, dbias = kernel(operand, scale, bias, where, dy, dtype=dtype, kept=kept, results=results)
+            return {"dx": dx, "dbias": None if dbias is None else dbias.astype(bias_type.dtype)}
 
-    @property
-    def options(self) -> dict[str, Any]:
-        rank = len(self.x.shape)
-        query_axis, key_axis = (rank - 2, rank - 1) if self.causal else (-1, -1)
-        return {"axes": self.axes, "query_axis": query_axis, "key_axis": key_axis}
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: _Call, x, scale, bias, where):
-    """The kernels' function; all operands have x's rank, scale has the accumulator's dtype."""
-    return call.kernels.forward(x, scale, bias, where, dtype=call.dtype, **call.options)[0]
-
-
-def _forward(call: _Call, *primals):
-    _, *parameters, _ = primals
-    x, scale, bias, where = custom_vjp_primal_tree_values(primals)
-    y = _differentiable(call, x, scale, bias, where)
-    operands = (y, scale, None, None) if call.kernels.from_result else (x, scale, bias, where)
-    return y, (operands, x if call.scale_varies else None, record_perturbed(*parameters))
-
-
-def _backward(call: _Call, residuals, dy):
-    (operand, scale, bias, where), x, perturbed = residuals
-    scale_wanted, bias_wanted = read_perturbed(perturbed)
-    shape, dtype = call.x.shape, call.x.dtype
-    if bias_wanted and all(call.bias.shape[a] == 1 for a in call.axes):
-        bias_wanted = False  # what is added to a whole row does not change y: dz sums to 0 over each row
-    in_kernel = (
-        bias_wanted
-        and not scale_wanted
-        and call.axes == tuple(range(len(shape)))[-len(call.axes) :]
-        and math.prod(shape[a] for a in call.axes) * dtype.itemsize <= _DBIAS_ROW_BYTES
-        and all(call.bias.shape[a] == shape[a] for a in call.axes)
-        and call.bias.shape != shape
-    )
-    kernel = functools.partial(call.kernels.backward, masked=call.masked, **call.options)
-    if in_kernel or not (scale_wanted or bias_wanted):
-        rows = [a for a in range(len(shape)) if a not in call.axes]
-        kept = [a for a in rows if call.bias.shape[a] == shape[a]] if in_kernel else []
-        results = ("dbias",) if in_kernel else ()
-        dx, dbias = kernel(operand, scale, bias, where, dy, dtype=dtype, kept=kept, results=results)
-        return dx, None, None if dbias is None else dbias.astype(call.bias.dtype), None
-
-    # The kernel gives dz, XLA the rest: dx = scale dz, dscale = sum(dz x), dbias = sum(dz).
-    wide = accumulator(dtype)
-    z_dtype = jnp.promote_types(dtype, call.bias.dtype) if bias_wanted else dtype
-    if not call.kernels.from_result:
-        operand = operand.astype(z_dtype) if scale is None else operand.astype(wide) * scale
-        z_dtype = operand.dtype
-    dz = kernel(operand, None, bias, where, dy, dtype=z_dtype)[0]
-    dx = (dz if scale is None else dz.astype(wide) * scale).astype(dtype)
-    dscale = dbias = None
-    if scale_wanted:  # masked entries of x may hold anything
-        dscale = jnp.sum(jnp.where(dz == 0, 0, dz.astype(wide) * x.astype(wide)), keepdims=True)
-    if bias_wanted:
-        summed = tuple(a for a, d in enumerate(shape) if call.bias.shape[a] != d)
-        dbias = jnp.sum(dz.astype(wide), axis=summed, keepdims=True).astype(call.bias.dtype)
-    return dx, dscale, dbias, None
-
-
-_differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
+        # The kernel gives dz, XLA the rest: dx = scale dz, dscale = sum(dz x), dbias = sum(dz).
+        wide = accumulator(dtype)
+        z_dtype = dtype if bias_type is None else jnp.promote_types(dtype, bias_type.dtype)
+        if not self.from_result:
+            operand = operand.astype(z_dtype) if scale is None else operand.astype(wide) * scale
+            z_dtype = operand.dtype
+        dz = kernel(operand, None, bias, where, dy, dtype=z_dtype)[0]
+        found: Named = {"dx": (dz if scale is None else dz.astype(wide) * scale).astype(dtype)}
+        if scale_wanted:  # masked entries of x may hold anything
+            products = jnp.where(dz == 0, 0, dz.astype(wide) * x.astype(wide))
+            found["dscale"] = sum_to(products, wanted["dscale"].shape)
+        if bias_type is not None:
+            found["dbias"] = sum_to(dz.astype(wide), bias_type.shape).astype(bias_type.dtype)
+        return found
 
 
 def apply(
@@ -173,7 +229,6 @@ def apply(
     kernel_input, kernel_result = kernel_dtypes(x.dtype, result)
     wide = accumulator(kernel_input)
     shape = x.shape
-    scale_varies = not isinstance(scale, int | float | np.ndarray | np.generic | None)
     if scale is not None:
         scale = arguments.real_array(op, "scale", scale)
         if scale.ndim:
@@ -191,14 +246,8 @@ def apply(
     axes = arguments.axes(op, axis, len(shape))
     x = jnp.broadcast_to(x.astype(kernel_input), shape)
     scale, bias, where = (value if value is None else expand_rank(value, len(shape)) for value in (scale, bias, where))
-    call = _Call(
-        kernels,
-        axes,
-        bool(causal),
-        bool(causal) or where is not None,
-        scale_varies,
-        kernel_result,
-        jax.ShapeDtypeStruct(shape, kernel_input),
-        None if bias is None else jax.ShapeDtypeStruct(bias.shape, bias.dtype),
+    query_axis, key_axis = (len(shape) - 2, len(shape) - 1) if causal else (-1, -1)
+    (y,) = kernels.forward(
+        x, scale, bias, where, axes=axes, dtype=kernel_result, query_axis=query_axis, key_axis=key_axis
     )
-    return _differentiable(call, x, scale, bias, where).astype(result)
+    return y.astype(result)

@@ -3,134 +3,169 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from jaxops import _arguments as arguments
-from jaxops._rows import (
-    RowKernel,
-    accumulator,
-    expand_rank,
-    kernel_dtypes,
-    read_perturbed,
-    record_perturbed,
-    sum_rows,
-)
+from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, sum_to
 
 
-def _row_mean(x, where, axes):
-    """The mean over each row's positions where `where` holds; None: over all."""
-    where = None if where is None else jnp.broadcast_to(where, x.shape)
-    return jnp.mean(x, axis=axes, keepdims=True, where=where)
+def _sums(rows: Rows, where, *xs):
+    """Each row's sums, and at last how many of its positions count."""
+    if where is None:
+        return *rows.sum(*xs), rows.size(xs[0])
+    return rows.sum(*xs, jnp.broadcast_to(where, xs[0].shape).astype(xs[0].dtype))
 
 
-def _plain_forward(centred, x, residual, scale, bias, where, *, axes, dtype, epsilon):
+def _mean(rows: Rows, where, x):
+    """The mean over each row's counted positions; the others may hold anything."""
+    total, count = _sums(rows, where, x if where is None else jnp.where(where, x, 0))
+    return total / count
+
+
+def _plain_forward(centred, rows, x, residual, scale, bias, where, *, dtype, epsilon):
     wide = x.astype(accumulator(x.dtype))
     if residual is not None:  # what is normalised is the rounded sum; XLA would keep the exact one
         precision = jnp.finfo(x.dtype)
         wide = jax.lax.reduce_precision(wide + residual.astype(wide.dtype), precision.nexp, precision.nmant)
     total = wide.astype(x.dtype)
-    mean = _row_mean(wide, where, axes) if centred else 0
-    rstd = 1 / jnp.sqrt(_row_mean(jnp.square(wide - mean), where, axes) + epsilon)
-    y = (wide - mean) * rstd
+    mean = _mean(rows, where, wide) if centred else None
+    deviations = wide - mean if centred else wide
+    rstd = 1 / jnp.sqrt(_mean(rows, where, jnp.square(deviations)) + epsilon)
+    y = deviations * rstd
     y = y if scale is None else y * scale
     y = y if bias is None else y + bias
     return (y.astype(dtype), total, *([mean] if centred else []), rstd)
 
 
-def _plain_backward(centred, x, scale, where, *rest, axes, kept, dtype):
+def _plain_backward(centred, rows, x, scale, where, *rest, dtype):
     *mean, rstd, dy, dsum = rest
     wide = accumulator(x.dtype)
     x, dy = x.astype(wide), dy.astype(wide)
     normalised = (x - mean[0]) * rstd if centred else x * rstd
     gradient = dy if scale is None else dy * scale
     # The statistics are means over the counted positions, through which all positions' gradients come back to those.
-    through = normalised * jnp.sum(gradient * normalised, axis=axes, keepdims=True)
-    through = through + jnp.sum(gradient, axis=axes, keepdims=True) if centred else through
-    counted = jnp.broadcast_to(True if where is None else where, x.shape)
-    share = counted / jnp.sum(counted, axis=axes, keepdims=True, dtype=np.int32).astype(wide)
-    dx = rstd * (gradient - share * through)
+    products, *total, count = _sums(rows, where, gradient * normalised, *([gradient] if centred else []))
+    through = (normalised * products + total[0] if centred else normalised * products) / count
+    dx = rstd * (gradient - (through if where is None else jnp.where(where, through, 0)))
     dx = dx if dsum is None else dx + dsum.astype(wide)
-    return (dx.astype(dtype), *(sum_rows(g, axes, kept) for g in (dy * normalised, dy)))
+    return (dx.astype(dtype), *rows.sum_rows(dy * normalised, dy))
 
 
-class _Kernels(NamedTuple):
-    """The kernels of an op. rms_norm's are those of layer_norm without the mean; it uses neither bias nor where."""
+class _Kernels:
+    """The kernels of an op and their derivatives.
 
-    forward: RowKernel
-    backward: RowKernel
+    rms_norm's are those of layer_norm without the mean (centred); it uses neither bias nor where.
+    """
 
-    @classmethod
-    def declare(cls, op: str, centred: bool) -> _Kernels:
+    def __init__(self, op: str, centred: bool):
+        self.centred = centred
         statistics = "mean: row, rstd: row" if centred else "rstd: row"
-        return cls(
-            RowKernel(
-                f"{op}_fwd",
-                "x: full, residual: full?, scale: broadcast?, bias: broadcast?, where: broadcast? "
-                f"-> y: full, sum: full?residual, {statistics}",
-                functools.partial(_plain_forward, centred),
-            ),
-            RowKernel(
-                f"{op}_bwd",
-                f"x: full, scale: broadcast?, where: broadcast?, {statistics}, dy: full, dsum: full? "
-                "-> dx: full, dscale: sum?, dbias: sum?",
-                functools.partial(_plain_backward, centred),
-            ),
+        kept_for_backward = "mean: row!, rstd: row!" if centred else "rstd: row!"
+        self.forward = RowKernel(
+            f"{op}_fwd",
+            "x: full, residual: full?, scale: broadcast?, bias: broadcast?, where: broadcast? "
+            f"-> y: full, sum: full?residual, {kept_for_backward}",
+            functools.partial(_plain_forward, centred),
+            jvp=self._jvp,
+        )
+        self.backward = RowKernel(
+            f"{op}_bwd",
+            f"x: full, scale: broadcast?, where: broadcast?, {statistics}, dy: full, dsum: full? "
+            "-> dx: full, dscale: sum?, dbias: sum?",
+            functools.partial(_plain_backward, centred),
+            linear=("dy", "dsum"),
+            transpose=self._transpose_backward,
+        )
+        self.tangent = RowKernel(
+            f"{op}_jvp",
+            f"x: full, scale: broadcast?, where: broadcast?, {statistics}, "
+            "dx: full?, dscale: broadcast?, dbias: broadcast? -> dy: full, dsum: full?",
+            self._tangent,
+            linear=("dx", "dscale", "dbias"),
+            transpose=self._transpose_tangent,
+            target=False,
         )
 
+    def _jvp(self, primals: Named, tangents: Named, *, results, axes, kept, **params):
+        del kept
+        statistics = ("mean", "rstd") if self.centred else ("rstd",)
+        values = self.forward(*primals.values(), axes=axes, results=statistics, **params)
+        out = dict(zip(("y", "sum", *statistics), values, strict=True))
+        x = primals["x"] if out["sum"] is None else out["sum"]
+        where, given = primals["where"], [out[name] for name in statistics]
+        moved = [tangents[name] for name in ("x", "residual") if tangents[name] is not None]
+        dx = functools.reduce(jnp.add, moved) if moved else None
+        dscale, dbias = tangents["scale"], tangents["bias"]
+        if dx is dscale is dbias is None:
+            return out, {}
+        dy, dsum = self.tangent(
+            *(x, primals["scale"], where, *given, dx, dscale, dbias),
+            axes=axes,
+            dtype=params["dtype"],
+            results=("dsum",) if out["sum"] is not None and dx is not None else (),
+        )
+        found: Named = {"y": dy, "sum": dsum}
+        if "rstd" in results and dx is not None:
+            rows, rstd = Rows(axes), out["rstd"]
+            dx, deviations = dx.astype(rstd.dtype), x.astype(rstd.dtype) - out.get("mean", 0)
+            found["mean"] = _mean(rows, where, dx)
+            found["rstd"] = -(rstd**3) * _mean(rows, where, deviations * dx)
+        return out, found
 
-_KERNELS = {"layer_norm": _Kernels.declare("layer_norm", True), "rms_norm": _Kernels.declare("rms_norm", False)}
+    def _tangent(self, rows: Rows, x, scale, where, *rest, dtype):
+        """dy = scale A dx + x^ dscale + dbias, with x^ = (x - mean) rstd.
+
+        A dx = rstd (dx - mean(dx) - x^ mean(x^ dx)), the means over the counted positions and the first only if
+        centred. Where all count, A is symmetric, and the backward kernel without a scale.
+        """
+        *statistics, dx, dscale, dbias = rest
+        wide = accumulator(x.dtype)
+        normalised = (x.astype(wide) - (statistics[0] if self.centred else 0)) * statistics[-1]
+        terms = []
+        if dx is not None and where is None:
+            precise = jnp.promote_types(x.dtype, dtype)
+            operands = (x.astype(precise), None, None, *statistics, dx.astype(precise), None)
+            terms.append(self.backward(*operands, axes=rows.axes, dtype=precise)[0])
+        elif dx is not None:
+            t = dx.astype(wide)
+            through = normalised * _mean(rows, where, normalised * t)
+            terms.append(statistics[-1] * (t - _mean(rows, where, t) - through))
+        if terms and scale is not None:
+            terms[0] = terms[0].astype(wide) * scale
+        if dscale is not None:
+            terms.append(normalised * dscale)
+        if dbias is not None:
+            terms.append(dbias)
+        return jnp.broadcast_to(functools.reduce(jnp.add, terms), x.shape).astype(dtype), dx
+
+    def _transpose_backward(self, given: Named, wanted: Named, cotangents: Named, *, kept, dtype, **params):
+        del kept, dtype
+        x, scale, where, *statistics, _, _ = given.values()
+        found: Named = {"dsum": cotangents["dx"]}
+        if wanted["dy"] is not None:
+            operands = (x, scale, where, *statistics, *cotangents.values())
+            found["dy"] = self.tangent(*operands, dtype=wanted["dy"].dtype, **params)[0]
+        return found
+
+    def _transpose_tangent(self, given: Named, wanted: Named, cotangents: Named, *, axes, **_):
+        dy, dsum = cotangents.values()
+        if dy is None:
+            return {"dx": dsum}
+        x, scale, where, *statistics, _, _, _ = given.values()
+        types = {name: wanted[name] for name in ("dscale", "dbias") if wanted[name] is not None}
+        kept = [a for a in range(x.ndim) if a not in axes and any(t.shape[a] == x.shape[a] for t in types.values())]
+        found = self.backward(
+            *(x, scale, where, *statistics, dy, dsum), axes=axes, dtype=x.dtype, kept=kept, results=tuple(types)
+        )
+        named = dict(zip(("dx", "dscale", "dbias"), found, strict=True))
+        return named | {name: sum_to(named[name], t.shape) for name, t in types.items()}
 
 
-class _Call(NamedTuple):
-    """What is known of a call without its operands."""
-
-    op: str
-    axes: tuple[int, ...]
-    epsilon: float
-    dtype: np.dtype  # of the result
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(call: _Call, x, residual, scale, bias, where):
-    """The normalised x, or with a residual the normalised sum and the sum.
-
-    All operands have x's rank; residual has x's dtype, scale and bias the accumulator's.
-    """
-    return _run(call, x, residual, scale, bias, where)[0]
-
-
-def _run(call: _Call, *operands):
-    """The results, and the statistics that the backward pass needs: (mean,) rstd."""
-    y, total, *statistics = _KERNELS[call.op].forward(*operands, axes=call.axes, dtype=call.dtype, epsilon=call.epsilon)
-    return [y] if total is None else [y, total], statistics
-
-
-def _forward(call: _Call, *primals):
-    _, _, *parameters, _ = primals
-    x, residual, scale, bias, where = custom_vjp_primal_tree_values(primals)
-    out, statistics = _run(call, x, residual, scale, bias, where)
-    summed = x if residual is None else out[1]
-    return out, (summed, scale, where, statistics, record_perturbed(*parameters))
-
-
-def _backward(call: _Call, residuals, cotangents):
-    x, scale, where, statistics, perturbed = residuals
-    dy, *dsum = (None if isinstance(cotangent, SymbolicZero) else cotangent for cotangent in cotangents)
-    if dy is None:
-        return *dsum, *dsum, None, None, None
-    wanted = [name for name, flag in zip(("dscale", "dbias"), read_perturbed(perturbed), strict=True) if flag]
-    dx, dscale, dbias = _KERNELS[call.op].backward(
-        x, scale, where, *statistics, dy, *(dsum or [None]), axes=call.axes, dtype=x.dtype, results=wanted
-    )
-    return dx, dx if dsum else None, dscale, dbias, None
-
-
-_norm.defvjp(_forward, _backward, symbolic_zeros=True)
+_KERNELS = {op: _Kernels(op, centred) for op, centred in (("layer_norm", True), ("rms_norm", False))}
 
 
 def apply(op, x, scale, bias, axis, epsilon, where, residual, dtype: Any):
@@ -162,6 +197,8 @@ def apply(op, x, scale, bias, axis, epsilon, where, residual, dtype: Any):
         where = expand_rank(where, x.ndim)
     kernel_input, kernel_result = kernel_dtypes(wide if wide.itemsize == 8 else total, result)
     x, residual = (None if value is None else value.astype(kernel_input) for value in (x, residual))
-    y, *sums = _norm(_Call(op, axes, epsilon, kernel_result), x, residual, scale, bias, where)
+    y, summed, *_ = _KERNELS[op].forward(
+        x, residual, scale, bias, where, axes=axes, dtype=kernel_result, epsilon=epsilon
+    )
     y = y.astype(result)
-    return (y, sums[0].astype(total)) if sums else y
+    return y if summed is None else (y, summed.astype(total))

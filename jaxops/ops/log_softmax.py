@@ -7,23 +7,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops._rows import accumulator
 from jaxops.ops import _logits
 
 
-def _plain_forward(x, scale, bias, where, *, axes, dtype, **causal):
-    z, mask = _logits.plain_logits(x, scale, bias, where, **causal)
-    return (jax.nn.log_softmax(z, axis=axes, where=mask).astype(dtype),)
+def _plain_forward(rows, x, scale, bias, where, *, dtype, **causal):
+    z, mask = _logits.plain_logits(rows, x, scale, bias, where, **causal)
+    exponentials, shifted = _logits.plain_exponentials(rows, z, mask)
+    y = shifted - jnp.log(rows.sum(exponentials)[0])
+    return ((y if mask is None else jnp.where(mask, y, -jnp.inf)).astype(dtype),)
 
 
-def _plain_backward(x, scale, bias, where, dy, *, axes, kept, dtype, masked, **causal):
-    z, mask = _logits.plain_logits(x, scale, bias, where, **causal)
-    visible = mask if masked else True
-    dy = jnp.where(visible, dy.astype(z.dtype), 0)
-    dz = dy - jax.nn.softmax(z, axis=axes, where=mask) * jnp.sum(dy, axis=axes, keepdims=True)
-    return _logits.plain_gradients(jnp.where(visible, dz, 0), scale, axes=axes, kept=kept, dtype=dtype)
+def _plain_backward(rows, x, scale, bias, where, dy, *, dtype, masked, **causal):
+    del masked
+    z, mask = _logits.plain_logits(rows, x, scale, bias, where, **causal)
+    exponentials, _ = _logits.plain_exponentials(rows, z, mask)
+    dy = _logits.visible(mask, dy.astype(z.dtype))
+    total, total_dy = rows.sum(exponentials, dy)
+    dz = _logits.visible(mask, dy - exponentials * (total_dy / total))
+    return _logits.plain_gradients(rows, dz, scale, dtype)
 
 
-_KERNELS = _logits.Kernels.declare("log_softmax", _plain_forward, _plain_backward, from_result=False)
+def _tangent(kernels, rows, x, _, scale, bias, where, dx, dscale, dbias, *, dtype, masked, **causal):
+    """dy = dz - <p, dz>, with the probabilities p of the forward kernel."""
+    del masked
+    (y,) = kernels.forward(x, scale, bias, where, axes=rows.axes, dtype=accumulator(x.dtype), **causal)
+    p = jnp.exp(y)
+    mask = _logits.plain_mask(rows, x.shape, where, **causal)
+    dz = _logits.logits_tangent(jnp.where(p == 0, 0, x), scale, dx, dscale, dbias)
+    dz = _logits.visible(mask, dz)
+    return (_logits.visible(mask, dz - rows.sum(p * dz)[0]).astype(dtype),)
+
+
+_KERNELS = _logits.Kernels("log_softmax", _plain_forward, _plain_backward, _tangent, from_result=False)
 
 
 def log_softmax(

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
+from jax.interpreters import ad
 
 from jaxops import _arguments as arguments
-from jaxops._kernel import Kernel, warn_fallback
-from jaxops._rows import accumulator
+from jaxops._kernel import Kernel, jvp_of_linear, warn_fallback
+from jaxops._rows import accumulator, expand_rank, sum_to
+from jaxops._sharding import Layout
 from jaxops.ops import _matmul_choice as choices
 
 
@@ -35,7 +37,8 @@ _ACTIVATIONS = {None: lambda z: z, "relu": jax.nn.relu, "gelu": _gelu, "gelu_exa
 class _Spec(NamedTuple):
     """What a matmul does, apart from its operands.
 
-    lhs is [..., m, k], or [..., k, m] if transposed; rhs is [..., k, n], or [..., n, k] if transposed.
+    lhs is [..., m, k], or [..., k, m] if transposed; rhs is [..., k, n], or [..., n, k] if transposed. m, n and k stand
+    for any number of axes each: the handlers get them as one, and before that every axis can be sharded.
     """
 
     lhs_transposed: bool
@@ -43,6 +46,20 @@ class _Spec(NamedTuple):
     dtype: np.dtype  # of the result
     activation: str | None = None
     precision: Any = None  # as `_precision` gives it
+    counts: tuple[int, int, int] = (1, 1, 1)  # of the axes of m, n and k
+
+    def sizes(self, lhs, rhs) -> tuple[tuple[int, ...], ...]:
+        """Of the axes of the result's batch, of m and k of lhs, of k and n of rhs."""
+        m, n, k = self.counts
+        batch = lhs.ndim - m - k
+
+        def groups(x, count, transposed):
+            first, second = x.shape[batch : batch + count], x.shape[batch + count :]
+            return (second, first) if transposed else (first, second)
+
+        left = groups(lhs, k if self.lhs_transposed else m, self.lhs_transposed)
+        right = groups(rhs, n if self.rhs_transposed else k, self.rhs_transposed)
+        return jnp.broadcast_shapes(lhs.shape[:batch], rhs.shape[:batch]), *left, *right
 
 
 _PRECISIONS = {
@@ -113,16 +130,60 @@ class _MatmulKernel(Kernel):
         return self.bind(*operands, spec=spec, preactivation=preactivation)
 
     def abstract(self, lhs, rhs, *bias, spec, preactivation) -> list[ShapedArray]:
-        m, k = lhs.shape[-2:][:: -1 if spec.lhs_transposed else 1]
-        k2, n = rhs.shape[-2:][:: -1 if spec.rhs_transposed else 1]
-        if k != k2 or lhs.ndim != rhs.ndim:
+        batch, m, k, k2, n = spec.sizes(lhs, rhs)
+        if k != k2 or rhs.ndim != len(batch) + len(k2) + len(n):
             raise TypeError(f"matmul: lhs {lhs.shape} and rhs {rhs.shape} do not fit together")
-        shape = (*np.broadcast_shapes(*(x.shape[:-2] for x in (lhs, rhs, *bias))), m, n)
-        if bias and np.broadcast_shapes(bias[0].shape, shape) != shape:
+        shape = (*batch, *m, *n)
+        if bias and jnp.broadcast_shapes(bias[0].shape, shape) != shape:
             raise TypeError(f"matmul: bias {bias[0].shape} does not broadcast to the result's shape {shape}")
         return [ShapedArray(shape, spec.dtype)] * (2 if preactivation else 1)
 
-    def plain(self, lhs, rhs, *bias, spec, preactivation) -> list[jax.Array]:
+    def layout(self, lhs, rhs, *bias, spec, preactivation) -> Layout:
+        batch, m, k, _, n = spec.sizes(lhs, rhs)
+        b, m, n, k = (
+            [f"{name}{i}" for i in range(len(x))]
+            for name, x in zip(("batch", "m", "n", "k"), (batch, m, n, k), strict=True)
+        )
+        result = [*b, *m, *n]
+
+        def batch_of(x):
+            return [name if d == size else "" for name, d, size in zip(b, x.shape, batch, strict=False)]
+
+        operands = [
+            [*batch_of(lhs), *([*k, *m] if spec.lhs_transposed else [*m, *k])],
+            [*batch_of(rhs), *([*n, *k] if spec.rhs_transposed else [*k, *n])],
+        ]
+        sizes = self.abstract(lhs, rhs, spec=spec, preactivation=False)[0].shape
+        operands += [[name if d == s else "" for name, d, s in zip(result, x.shape, sizes, strict=True)] for x in bias]
+        return Layout.of(operands, [result] * (2 if preactivation else 1), k)
+
+    def _flat(self, lhs, rhs, *bias, spec):
+        """The operands and the spec with m, n and k one axis each, and a function that undoes it for the results.
+
+        One matrix for the whole batch: the batch is folded into the rows, [..., m, k] @ [k, n] -> [... m, k] @ [k, n].
+        """
+        batch, m, k, _, n = spec.sizes(lhs, rhs)
+        rows, columns, contracted = map(math.prod, (m, n, k))
+        left, right = (rows, contracted), (contracted, columns)
+        lhs = lhs.reshape(*lhs.shape[: len(batch)], *left[:: -1 if spec.lhs_transposed else 1])
+        rhs = rhs.reshape(*rhs.shape[: len(batch)], *right[:: -1 if spec.rhs_transposed else 1])
+        if bias:
+            given, end = bias[0].shape, len(batch) + len(m)
+            parts = [
+                part if all(d == 1 for d in part) else whole
+                for part, whole in ((given[len(batch) : end], m), (given[end:], n))
+            ]
+            wide = jnp.broadcast_to(bias[0], (*given[: len(batch)], *parts[0], *parts[1]))
+            bias = [wide.reshape(*given[: len(batch)], *map(math.prod, parts))]
+        one_matrix = batch and all(d == 1 for d in rhs.shape[:-2]) and not spec.lhs_transposed
+        if one_matrix and all(d == 1 for x in bias for d in x.shape[:-1]):
+            lhs, rhs = lhs.reshape(math.prod(batch) * rows, contracted), rhs.reshape(rhs.shape[-2:])
+            bias = [x.reshape(1, x.shape[-1]) for x in bias]
+        shape = (*batch, *m, *n)
+        return [lhs, rhs, *bias], spec._replace(counts=(1, 1, 1)), lambda out: [x.reshape(shape) for x in out]
+
+    def plain(self, *operands, spec, preactivation) -> list[jax.Array]:
+        (lhs, rhs, *bias), spec, restore = self._flat(*operands, spec=spec)
         rank = lhs.ndim
         precision = _plain_precision(lhs.dtype, rhs.dtype, spec.precision)
         wide = accumulator(lhs.dtype, spec.dtype)
@@ -143,7 +204,7 @@ class _MatmulKernel(Kernel):
             z = lax.dot_general(lhs, rhs, (contract, (axes, axes)), precision=precision, preferred_element_type=wide)
         z = z + bias[0].astype(wide) if bias else z
         out = _ACTIVATIONS[spec.activation](z).astype(spec.dtype)
-        return [out, z.astype(spec.dtype)] if preactivation else [out]
+        return restore([out, z.astype(spec.dtype)] if preactivation else [out])
 
     def choice(self, lhs, rhs, *bias, spec, preactivation=False) -> choices.Choice:
         """Which kernel computes the product on this machine's GPU, or on an H200 if there is none."""
@@ -163,10 +224,11 @@ class _MatmulKernel(Kernel):
         return choices.choose(product, choices.local_device(), bool(bias) or spec.activation is not None)
 
     def call_target(self, *operands, spec, preactivation) -> list[jax.Array]:
+        operands, spec, restore = self._flat(*operands, spec=spec)
         lhs, rhs, *_ = operands
         choice = self.choice(*operands, spec=spec, preactivation=preactivation)
         if choice.kernel == "xla":
-            return self.plain(*operands, spec=spec, preactivation=preactivation)
+            return restore(self.plain(*operands, spec=spec, preactivation=preactivation))
         results = self.abstract(*operands, spec=spec, preactivation=preactivation)
         count, out = len(results), results[0]
         arithmetic = choices.ARITHMETICS.get(_arithmetic(lhs.dtype, rhs.dtype, spec.precision))
@@ -184,8 +246,8 @@ class _MatmulKernel(Kernel):
         if terms == 3:
             results.append(ShapedArray((1,), np.dtype("int32")))
         tile = choice.tile or choices.Tile(0, 0, False, 0)
-        return self.ffi_call(
-            [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in results],
+        out = self.ffi_call(
+            results,
             *operands,
             lhs_transposed=spec.lhs_transposed,
             rhs_transposed=spec.rhs_transposed,
@@ -201,68 +263,112 @@ class _MatmulKernel(Kernel):
             lhs_copy=np.int32(choice.lhs_copy),
             rhs_copy=np.int32(choice.rhs_copy),
             has_partials=choice.partials,
-        )[:count]
+        )
+        return restore(out[:count])
 
-    def batch(self, operands, dims, **params):
+    def batch(self, operands, dims, *, spec, preactivation):
+        """A batch axis; where only lhs is mapped and there is no other, an axis of m instead: still one product."""
         moved = [
             jnp.expand_dims(x, 0) if dim is None else jnp.moveaxis(x, dim, 0)
             for x, dim in zip(operands, dims, strict=True)
         ]
-        out = self.bind(*moved, **params)
+        m, n, k = spec.counts
+        if dims[1] is None and operands[1].ndim == n + k and not spec.lhs_transposed:
+            moved[1] = operands[1]
+            spec = spec._replace(counts=(m + 1, n, k))
+        out = self.bind(*moved, spec=spec, preactivation=preactivation)
         return out, [0] * len(out)
+
+    def jvp(self, primals, tangents, *, spec, preactivation):
+        lhs, rhs, *bias = primals
+        out = self.bind(*primals, spec=spec, preactivation=preactivation or spec.activation is not None)
+        linear = spec._replace(activation=None)
+        dz = ad.Zero(jax.typeof(out[0]))
+        for i, other in ((0, rhs), (1, lhs)):
+            if not isinstance(tangents[i], ad.Zero):
+                pair = (tangents[i], other) if i == 0 else (other, tangents[i])
+                dz = ad.add_tangents(dz, self.bind(*pair, spec=linear, preactivation=False)[0])
+        if bias and not isinstance(tangents[2], ad.Zero):  # in the accumulator's dtype, in which its gradient is summed
+            dz = ad.instantiate_zeros(dz)
+            dz = dz.astype(tangents[2].dtype) + tangents[2]
+        moved = [dz.astype(spec.dtype)]
+        if spec.activation is not None:
+            wide = dz.astype(accumulator(spec.dtype))
+            moved.insert(0, _activation_jvp.bind(out[1], wide, activation=spec.activation, dtype=spec.dtype)[0])
+        count = 2 if preactivation else 1
+        return out[:count], moved[:count]
+
+    def transpose(self, cotangents, lhs, rhs, *, spec, preactivation):
+        """Of the product alone, with respect to one operand."""
+        del preactivation
+        (dz,) = cotangents
+        m, n, k = spec.counts
+        if ad.is_undefined_primal(lhs):
+            left = (
+                (rhs, spec.rhs_transposed, dz, True, (k, m, n))
+                if spec.lhs_transposed
+                else (dz, False, rhs, not spec.rhs_transposed, (m, k, n))
+            )
+            return [_product(spec, lhs.aval, *left), None]
+        right = (
+            (dz, True, lhs, spec.lhs_transposed, (n, k, m))
+            if spec.rhs_transposed
+            else (lhs, not spec.lhs_transposed, dz, False, (k, n, m))
+        )
+        return [None, _product(spec, rhs.aval, *right)]
 
 
 _kernel = _MatmulKernel("matmul", plain_on=("cpu",))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _matmul(lhs, rhs, bias, spec):
-    return _kernel(lhs, rhs, bias, spec)[0]
+class _ActivationJvp(Kernel):
+    """dy = f'(z) dz, elementwise: what keeps the backward pass starting from the preactivation z, not from f'(z)."""
+
+    def abstract(self, z, dz, *, activation, dtype) -> list[ShapedArray]:
+        del dz, activation
+        return [ShapedArray(z.shape, dtype)]
+
+    def layout(self, z, dz, **_) -> Layout:
+        del dz
+        names = [f"x{a}" for a in range(z.ndim)]
+        return Layout.of([names] * 2, [names])
+
+    def plain(self, z, dz, *, activation, dtype) -> list[jax.Array]:
+        wide = accumulator(z.dtype)
+        (dy,) = jax.vjp(_ACTIVATIONS[activation], z.astype(wide))[1](dz.astype(wide))
+        return [dy.astype(dtype)]
+
+    def batch(self, operands, dims, **params):
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        moved = [
+            jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+            for x, d in zip(operands, dims, strict=True)
+        ]
+        return self.bind(*moved, **params), [0]
+
+    def jvp(self, primals, tangents, **params):
+        return jvp_of_linear(self, [False, True], primals, tangents, **params)
+
+    def transpose(self, cotangents, z, dz, *, activation, dtype):
+        del dtype
+        return [None, *self.bind(z, cotangents[0], activation=activation, dtype=dz.aval.dtype)]
 
 
-def _matmul_fwd(lhs, rhs, bias, spec):
-    if spec.activation is None:
-        return _matmul(lhs, rhs, bias, spec), (lhs, rhs, bias, None)
-    out, preactivation = _kernel(lhs, rhs, bias, spec, preactivation=True)
-    return out, (lhs, rhs, bias, preactivation)
+_activation_jvp = _ActivationJvp("activation_jvp", target=False)
 
 
-def _product(spec, like, lhs, lhs_transposed, rhs, rhs_transposed):
+def _product(spec, like, lhs, lhs_transposed, rhs, rhs_transposed, counts):
     """lhs @ rhs as the cotangent of `like`: of its dtype, summed over the batch axes along which it broadcasts."""
     if lhs.dtype != rhs.dtype:
         eight_bits = [x.dtype.itemsize == 1 for x in (lhs, rhs)]
         wide = jnp.result_type(*(x for x, eight in zip((lhs, rhs), eight_bits, strict=True) if not eight))
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
-    shape = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
-    summed = tuple(a for a, d in enumerate(shape) if d != like.shape[a])
-    dtype = accumulator(lhs.dtype) if summed or like.dtype != lhs.dtype else lhs.dtype
-    out = _matmul(lhs, rhs, None, _Spec(lhs_transposed, rhs_transposed, np.dtype(dtype), None, spec.precision))
-    return jnp.sum(out, axis=summed, keepdims=True).astype(like.dtype) if summed else out.astype(like.dtype)
-
-
-def _matmul_bwd(spec, residuals, dout):
-    lhs, rhs, bias, preactivation = residuals
-    dz = dout.astype(accumulator(spec.dtype))
-    if preactivation is not None:
-        _, pullback = jax.vjp(_ACTIVATIONS[spec.activation], preactivation.astype(dz.dtype))
-        (dz,) = pullback(dz)
-    dbias = None
-    if bias is not None:
-        summed = tuple(a for a, d in enumerate(bias.shape) if d != dz.shape[a])
-        dbias = jnp.sum(dz, axis=summed, keepdims=True).astype(bias.dtype)
-    dz = dz.astype(spec.dtype)
-    if spec.lhs_transposed:
-        dlhs = _product(spec, lhs, rhs, spec.rhs_transposed, dz, True)
-    else:
-        dlhs = _product(spec, lhs, dz, False, rhs, not spec.rhs_transposed)
-    if spec.rhs_transposed:
-        drhs = _product(spec, rhs, dz, True, lhs, spec.lhs_transposed)
-    else:
-        drhs = _product(spec, rhs, lhs, not spec.lhs_transposed, dz, False)
-    return dlhs, drhs, dbias
-
-
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+    product = _Spec(lhs_transposed, rhs_transposed, np.dtype(lhs.dtype), None, spec.precision, counts)
+    batch, *_ = product.sizes(lhs, rhs)
+    if like.dtype != lhs.dtype or any(a != b for a, b in zip(batch, like.shape, strict=False)):
+        product = product._replace(dtype=accumulator(lhs.dtype))
+    (out,) = _kernel(lhs, rhs, None, product)
+    return sum_to(out, like.shape).astype(like.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -374,19 +480,17 @@ def matmul(
     rank = max(a.ndim, b.ndim, 2)
     lhs = (a[None, :] if a.ndim == 1 else a).astype(dtypes[0])
     rhs = (b[:, None] if b.ndim == 1 else b).astype(dtypes[1])
-    lhs, rhs = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in (lhs, rhs))
-    shape = (*np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2]), lhs.shape[-2], rhs.shape[-1])
     if bias is not None:
-        bias = bias.astype(accumulator(*dtypes)).reshape((1,) * (len(out.shape) - bias.ndim) + bias.shape)
+        bias = expand_rank(bias.astype(accumulator(*dtypes)), len(out.shape))
         bias = jnp.expand_dims(bias, [axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1])
-        bias = bias.reshape((1,) * (rank - bias.ndim) + bias.shape)
-    # One matrix for the whole batch: fold the batch into the rows, [..., m, k] @ [k, n] -> [... m, k] @ [k, n].
-    fold = max(rhs.shape[:-2], default=1) == 1 and (bias is None or max(bias.shape[:-1]) == 1)
-    if fold:
-        lhs, rhs = lhs.reshape(math.prod(lhs.shape[:-1]), lhs.shape[-1]), rhs.reshape(rhs.shape[-2:])
-        bias = None if bias is None else bias.reshape(1, bias.shape[-1])
-    spec = _Spec(False, False, np.dtype(out.dtype), activation, wanted)
-    return _matmul(lhs, rhs, bias, spec).reshape(shape).reshape(out.shape)
+        bias = expand_rank(bias, rank)
+    # With one matrix for the whole batch, the batch axes are rows.
+    one_matrix = all(d == 1 for d in rhs.shape[:-2]) and (bias is None or all(d == 1 for d in bias.shape[:-1]))
+    lhs = expand_rank(lhs, rank)
+    rhs = rhs.reshape(rhs.shape[-2:]) if one_matrix else expand_rank(rhs, rank)
+    counts = (rank - 1, 1, 1) if one_matrix else (1, 1, 1)
+    spec = _Spec(False, False, np.dtype(out.dtype), activation, wanted, counts)
+    return _kernel(lhs, rhs, bias, spec)[0].reshape(out.shape)
 
 
 def _compose_epilogue(out, bias, activation, dtype):
@@ -459,13 +563,8 @@ def dot_general(
     lhs_contract, rhs_contract = ([axes[i] for i in order] for axes in (lhs_contract, rhs_contract))
     lhs_free = [a for a in range(lhs.ndim) if a not in lhs_contract and a not in lhs_batch]
     rhs_free = [a for a in range(rhs.ndim) if a not in rhs_contract and a not in rhs_batch]
-    batch = tuple(lhs.shape[a] for a in lhs_batch)
-    m, n, k = (
-        math.prod(x.shape[a] for a in axes) for x, axes in ((lhs, lhs_free), (rhs, rhs_free), (lhs, lhs_contract))
-    )
     left, lhs_transposed = _ordered(lhs.astype(dtypes[0]), lhs_batch, lhs_free, lhs_contract)
     right, rhs_transposed = _ordered(rhs.astype(dtypes[1]), rhs_batch, rhs_contract, rhs_free)
-    left = left.reshape(*batch, *((k, m) if lhs_transposed else (m, k)))
-    right = right.reshape(*batch, *((n, k) if rhs_transposed else (k, n)))
-    spec = _Spec(lhs_transposed, rhs_transposed, np.dtype(out.dtype), None, wanted)
-    return _matmul(left, right, None, spec).reshape(out.shape)
+    counts = (len(lhs_free), len(rhs_free), len(lhs_contract))
+    spec = _Spec(lhs_transposed, rhs_transposed, np.dtype(out.dtype), None, wanted, counts)
+    return _kernel(left, right, None, spec)[0]

@@ -11,21 +11,33 @@ from jaxops._rows import accumulator
 from jaxops.ops import _logits
 
 
-def _plain_forward(x, scale, bias, where, *, axes, dtype, **causal):
-    z, mask = _logits.plain_logits(x, scale, bias, where, **causal)
-    return (jax.nn.softmax(z, axis=axes, where=mask).astype(dtype),)
+def _plain_forward(rows, x, scale, bias, where, *, dtype, **causal):
+    z, mask = _logits.plain_logits(rows, x, scale, bias, where, **causal)
+    exponentials, _ = _logits.plain_exponentials(rows, z, mask)
+    return (_logits.visible(mask, exponentials / rows.sum(exponentials)[0]).astype(dtype),)
 
 
-def _plain_backward(y, scale, bias, where, dy, *, axes, kept, dtype, masked, **causal):
+def _plain_backward(rows, y, scale, bias, where, dy, *, dtype, masked, **causal):
     del bias, where, causal  # y tells what is masked
     y, dy = (value.astype(accumulator(value.dtype)) for value in (y, dy))
-    hidden = masked & (y == 0)
-    dy = jnp.where(hidden, 0, dy)
-    dz = jnp.where(hidden, 0, y * (dy - jnp.sum(y * dy, axis=axes, keepdims=True)))
-    return _logits.plain_gradients(dz, scale, axes=axes, kept=kept, dtype=dtype)
+    mask = y != 0 if masked else None
+    dy = _logits.visible(mask, dy)
+    dz = _logits.visible(mask, y * (dy - rows.sum(y * dy)[0]))
+    return _logits.plain_gradients(rows, dz, scale, dtype)
 
 
-_KERNELS = _logits.Kernels.declare("softmax", _plain_forward, _plain_backward, from_result=True)
+def _tangent(kernels, rows, y, x, scale, bias, where, dx, dscale, dbias, **params):
+    """The backward kernel: dy = y (dz - <y, dz>) is symmetric."""
+    del bias, where
+    if dscale is dbias is None:
+        dz = dx
+    else:
+        x = None if x is None else jnp.where(y == 0, 0, x)
+        dz, scale = _logits.logits_tangent(x, scale, dx, dscale, dbias), None
+    return kernels.backward(y, scale, None, None, dz.astype(y.dtype), axes=rows.axes, **params)[:1]
+
+
+_KERNELS = _logits.Kernels("softmax", _plain_forward, _plain_backward, _tangent, from_result=True)
 
 
 def softmax(

@@ -1,0 +1,185 @@
+"""Kernels on many devices: how the axes of a kernel's operands and results that are one axis stay split alike.
+
+A layout gives every axis of every operand and result a name; axes of one name are one. From it come the types of the
+results on Explicit meshes and in shard_map, the rule by which Shardy propagates shardings on Auto meshes, and what is
+split how in the program of one device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+from jax.core import ShapedArray
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.sharding import NamedSharding, PartitionSpec
+
+# The one private import: what is lowered through custom_partitioning must know the devices at that time, and JAX has
+# no public way to say so.
+from jax._src.dispatch import prim_requires_devices_during_lowering  # isort: skip
+
+#: The mesh axes over which each named axis is split; one that is not split is not there.
+Shards = dict[str, tuple[str, ...]]
+
+
+class Layout(NamedTuple):
+    """The names of all axes. summed: those over which partial results of every shard have to be summed."""
+
+    operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+    summed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, operands: Iterable[Iterable[str]], results: Iterable[Iterable[str]], summed=()) -> Layout:
+        """From names in which "" is an axis of its own, of size 1, along which a tensor is constant or reduced."""
+        numbers = itertools.count()
+
+        def complete(side):
+            return tuple(tuple(name or f"own{next(numbers)}" for name in names) for names in side)
+
+        return cls(complete(operands), complete(results), tuple(summed))
+
+
+def _mesh_axes(entry) -> tuple[str, ...]:
+    """An entry of a PartitionSpec as a tuple."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _spec(names: Sequence[str], shards: Shards) -> PartitionSpec:
+    return PartitionSpec(*(shards.get(name) for name in names))
+
+
+def typed_results(
+    op: str, layout: Layout, operands: Sequence[ShapedArray], results: Sequence[ShapedArray]
+) -> list[ShapedArray]:
+    """The results with the shardings and manual axes that the operands' imply.
+
+    Raises:
+      TypeError: the operands are sharded over an Explicit mesh in ways that do not fit together.
+    """
+    mesh = next((x.sharding.mesh for x in operands if not x.sharding.mesh.empty), None)
+    if mesh is None:
+        return list(results)
+    shards: Shards = {}
+    for names, x in zip(layout.operands, operands, strict=True):
+        for name, entry in zip(names, x.sharding.spec, strict=True):
+            if (axes := _mesh_axes(entry)) and shards.setdefault(name, axes) != axes:
+                raise TypeError(f"{op}: one axis of its operands is sharded over {shards[name]} and {axes}")
+    used = [axis for axes in shards.values() for axis in axes]
+    if len(set(used)) != len(used):
+        raise TypeError(f"{op}: its operands' axes are sharded over one mesh axis twice: {shards}")
+    varying, *others = {x.manual_axis_type for x in operands}
+    if others:
+        raise TypeError(f"{op}: its operands vary over different manual axes: {varying}, {others}")
+    return [
+        x.update(sharding=NamedSharding(mesh, _spec(names, shards)), manual_axis_type=varying)
+        for names, x in zip(layout.results, results, strict=True)
+    ]
+
+
+def vary_alike(operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The operands, inside shard_map varying over the same manual axes."""
+    axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    union = frozenset().union(*axes)
+    if all(a == union for a in axes):
+        return operands
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - a)), to="varying") if a != union else x
+        for x, a in zip(operands, axes, strict=True)
+    ]
+
+
+def reshard_like(x: jax.Array, aval: ShapedArray) -> jax.Array:
+    """x, over an Explicit mesh sharded as `aval`."""
+    wanted = aval.sharding
+    return x if wanted.mesh.empty or jax.typeof(x).sharding.spec == wanted.spec else jax.reshard(x, wanted)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """x, over an Explicit mesh not sharded."""
+    sharding = jax.typeof(x).sharding
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
+
+
+def requires_devices(primitive: Primitive) -> None:
+    """Must be called for every primitive that is lowered with `partitioned`."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
+def partitioned(
+    name: str,
+    layout: Layout,
+    local: Callable[..., list[jax.Array]],
+    operands: Sequence[jax.Array],
+    results: Sequence[ShapedArray],
+):
+    """local(shards, scatter, *operands), in programs of many devices on every device's part of the operands.
+
+    Where the operands are on one device, or inside shard_map, nothing is added to the program. `local` takes the
+    operands split over the mesh as `shards` tells, and does the communication. Its results, of the given types, must be
+    split likewise, and further as `scatter` tells: over mesh axes over which it sums, where they are wanted split. An
+    axis whose size is no multiple of the number of its shards is not split.
+
+    In StableHLO it is a function of the given name, which must tell all that `local` does: it is what remains in the
+    key of a compilation cache once jax_remove_custom_partitioning_ptr_from_cache_key takes the address of `local` away.
+    """
+
+    @custom_partitioning
+    def function(*xs):  # the program of one device, in which nothing is sharded whatever the types on an Explicit mesh
+        return [reshard_like(x, aval) for x, aval in zip(local({}, {}, *map(_whole, xs)), results, strict=True)]
+
+    x64 = jax.config.jax_enable_x64
+
+    def partition(mesh, operand_infos, result_infos):
+        if mesh.empty:  # JAX does not tell it inside a shard_map over a part of the mesh: there nothing stays split
+            whole = NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("devices",)), PartitionSpec())
+            return (
+                whole.mesh,
+                functools.partial(local, {}, {}),
+                [whole] * len(result_infos),
+                (whole,) * len(operand_infos),
+            )
+        shards: Shards = {}
+        known = {name for names in layout.operands for name in names}
+
+        def split(into: Shards, side, infos, accept):
+            for names, info in zip(side, infos, strict=True):
+                for name, size, entry in zip(names, info.shape, info.sharding.spec, strict=True):
+                    axes = _mesh_axes(entry)
+                    even = size % math.prod(mesh.shape[axis] for axis in axes) == 0
+                    if axes and even and name in known and name not in shards and name not in into and accept(axes):
+                        into[name] = axes
+
+        def unused(axes):
+            return not any(axis in taken for taken in shards.values() for axis in axes)
+
+        split(shards, layout.operands, operand_infos, unused)
+        split(shards, layout.results, result_infos, unused)
+        sums = {axis for name in layout.summed for axis in shards.get(name, ())}
+        scatter: Shards = {}
+        split(scatter, layout.results[:1], result_infos[:1], lambda axes: set(axes) <= sums and not scatter)
+
+        def sharding(names, shards):
+            return NamedSharding(mesh, _spec(names, shards))
+
+        def run(*xs):
+            # XLA calls this from where it likes; the caller's Explicit mesh is not that of one device's program.
+            with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                return local(shards, scatter, *xs)
+
+        outputs = [sharding(names, shards | scatter) for names in layout.results]
+        return mesh, run, outputs, tuple(sharding(names, shards) for names in layout.operands)
+
+    rule = " -> ".join(", ".join(map(" ".join, side)) for side in (layout.operands, layout.results))
+    function.def_partition(partition=partition, sharding_rule=rule)
+
+    def call(*xs):
+        return function(*xs)
+
+    call.__name__ = name
+    return jax.jit(call)(*operands)

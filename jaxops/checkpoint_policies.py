@@ -1,0 +1,64 @@
+"""Policies for :func:`jax.checkpoint` that know the kernels of jaxops.
+
+Those of JAX recognise a matrix product by its primitive, and take :func:`jaxops.matmul` for something to compute again.
+
+Example:
+  >>> import jax, jax.numpy as jnp, jaxops
+  >>> layer = lambda x, w: jaxops.softmax(jaxops.matmul(x, w))
+  >>> layer = jax.checkpoint(layer, policy=jaxops.checkpoint_policies.dots_saveable)
+  >>> jax.grad(lambda x: layer(x, x)[0, 0])(jnp.eye(2)).shape
+  (2, 2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxops._kernel import KERNELS
+
+
+def dots_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """:func:`jax.checkpoint_policies.dots_saveable`; products of jaxops are saved too, with their preactivations."""
+    if primitive is KERNELS["matmul"].primitive:
+        return True
+    return jax.checkpoint_policies.dots_saveable(primitive, *operands, **params)
+
+
+def dots_with_no_batch_dims_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """:func:`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, likewise.
+
+    A batch dimension is one along which both operands of a product have more than one matrix.
+    """
+    matmul = KERNELS["matmul"]
+    if primitive is matmul.primitive:
+        lhs, rhs, *_ = matmul.layout(*operands, **params).operands
+        batch = (name for name in set(lhs) & set(rhs) if name.startswith("batch"))
+        return all(operands[0].shape[lhs.index(name)] == 1 for name in batch)
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
+
+
+def save_only_these_ops(*ops: str) -> Callable[..., bool]:
+    """A policy that saves the results of the named ops and nothing else.
+
+    Args:
+      ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "matmul".
+
+    Returns:
+      A policy. What an op's backward pass needs besides its operands (the statistics of a norm, a preactivation) counts
+      as its result.
+
+    Raises:
+      ValueError: a name is none of an op's.
+    """
+    kernels = {name.removesuffix("_fwd"): kernel for name, kernel in KERNELS.items() if not name.endswith("_bwd")}
+    if unknown := [op for op in ops if op not in kernels]:
+        raise ValueError(f"save_only_these_ops: ops must be among {', '.join(kernels)}, got {unknown[0]!r}")
+    saved = {kernels[op].primitive for op in ops}
+
+    def policy(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive in saved
+
+    return policy

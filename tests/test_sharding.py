@@ -1,0 +1,194 @@
+"""Kernels on many devices: what is communicated. The results are compared in transformations.py."""
+
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformations
+import transformer
+from collectives import by_kind, collectives
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxops
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+
+BOTH = (AxisType.Auto, AxisType.Explicit)
+
+ROWS = {"b": "data", "t": "model"}
+COLUMNS = {"b": "data", "c": "model"}
+#: What is reduced over devices, forward and besides with the gradients: words of axes, whose sizes on one device are
+#: multiplied. Nothing is ever gathered.
+EXPECTED = {
+    ("softmax", "rows"): ([], []),
+    ("softmax", "columns"): (["bt", "bt"], ["bt"]),
+    ("softmax, all options", "rows"): ([], ["tc"]),
+    ("softmax, all options", "columns"): (["bt", "bt"], ["bt", "tc"]),
+    ("log_softmax", "rows"): ([], []),
+    ("log_softmax", "columns"): (["bt", "bt"], ["bt", "2bt"]),
+    ("log_softmax, all options", "rows"): ([], ["tc"]),
+    ("log_softmax, all options", "columns"): (["bt", "bt"], ["bt", "2bt", "tc"]),
+    ("layer_norm", "rows"): ([], ["c", "c"]),
+    ("layer_norm", "columns"): (["bt", "bt"], ["2bt", "c", "c"]),
+    ("layer_norm, all options", "rows"): ([], ["c", "c"]),
+    ("layer_norm, all options", "columns"): (["2bt", "2bt"], ["3bt", "c", "c"]),
+    ("rms_norm", "rows"): ([], ["c"]),
+    ("rms_norm", "columns"): (["bt"], ["bt", "c"]),
+    ("matmul", "rows"): ([], ["cn"]),
+    ("matmul", "columns"): (["btn"], ["cn"]),
+    ("matmul, bias and gelu", "rows"): ([], ["cn", "n", "n"]),
+    ("matmul, bias and gelu", "columns"): (["btn"], ["cn", "n"]),
+}
+
+
+@pytest.mark.parametrize("kind", BOTH, ids=str)
+@pytest.mark.parametrize("op, split", EXPECTED)
+def test_collectives(op, split, kind):
+    """The reductions of a few values a row and of parameter gradients, each once, and nothing else."""
+    case, splits = transformations.OPS[op], {"rows": ROWS, "columns": COLUMNS}[split]
+    mesh = transformations.make_mesh(kind)
+    local = {a: d // mesh.shape.get(splits.get(a), 1) for a, d in transformations.SIZES.items()}
+
+    def sizes(words):
+        found = (int(w[0]) * sizes([w[1:]])[0] if w[0].isdigit() else math.prod(local[a] for a in w) for w in words)
+        return list(found)
+
+    def gradients(*xs):
+        return jax.value_and_grad(lambda *xs: jnp.sum(jnp.sin(case.ours(*xs))), transformations.every(xs))(*xs)
+
+    with jax.set_mesh(mesh):
+        xs = transformations.place(case.operands(), case.axes, mesh, splits)
+        forward, backward = (collectives(jax.jit(f).lower(*xs).compile()) for f in (case.ours, gradients))
+    scalars = {("all-reduce", 1)}  # the sum itself, and the gradient of a scale
+    forward_sizes, backward_sizes = EXPECTED[op, split]
+    assert {k: n for k, n in forward.items() if k not in scalars} == Counter(
+        ("all-reduce", d) for d in sizes(forward_sizes)
+    )
+    assert {k: n for k, n in backward.items() if k not in scalars} == Counter(
+        ("all-reduce", d) for d in sizes(forward_sizes + backward_sizes)
+    )
+
+
+@pytest.mark.parametrize("kind", BOTH, ids=str)
+def test_split_results_of_matmul(kind, rng):
+    """Split n stays local. A sum over split k whose result is wanted split is scattered at once."""
+    mesh = transformations.make_mesh(kind)
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 4, 16), (16, 8)))
+    wanted = np.maximum(a @ b + 1, 0)
+
+    def dense(a, b):
+        return jaxops.matmul(a, b, bias=jnp.ones(8), activation="relu")
+
+    def run(f, a_spec, b_spec):
+        compiled = (
+            jax.jit(f)
+            .lower(jax.device_put(a, NamedSharding(mesh, a_spec)), jax.device_put(b, NamedSharding(mesh, b_spec)))
+            .compile()
+        )
+        out = compiled(jax.device_put(a, NamedSharding(mesh, a_spec)), jax.device_put(b, NamedSharding(mesh, b_spec)))
+        np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
+        return out.sharding.spec, collectives(compiled)
+
+    with jax.set_mesh(mesh):
+        spec, found = run(dense, P("data"), P(None, "model"))
+        assert spec == P("data", None, "model") and not found
+        spec, found = run(dense, P("data", None, "model"), P("model"))
+        rows = 8 // mesh.shape["data"] * 4
+        assert found == {("all-reduce", rows * 8): 1}
+        if kind == AxisType.Auto:
+            for split in (P("data", "model"), P("data", None, "model")):
+                scattered = lambda a, b, split=split: jax.lax.with_sharding_constraint(dense(a, b), split)  # noqa: E731
+                spec, found = run(scattered, P("data", None, "model"), P("model"))
+                assert spec == split and found == {("reduce-scatter", rows * 8 // mesh.shape["model"]): 1}
+
+
+def test_causal_over_split_queries(rng):
+    """Every device masks by the positions of its own queries."""
+    mesh = transformations.make_mesh()
+    x = rng.standard_normal((2, 8, 8)).astype(np.float32)
+    for op in (jaxops.softmax, jaxops.log_softmax):
+        for spec in (P(None, "data"), P(None, "data", "model"), P(None, "model", "data")):
+            f = jax.jit(lambda x, op=op: jax.vjp(lambda x: op(x, causal=True), x)[1](jnp.tril(jnp.cos(x)))[0])
+            with jax.set_mesh(mesh):
+                got = f(jax.device_put(x, NamedSharding(mesh, spec)))
+            np.testing.assert_allclose(got, f(x), rtol=1e-5, atol=1e-6)
+
+
+def test_axes_that_do_not_divide(rng):
+    """An axis whose size is no multiple of the devices is not split: slower, and right."""
+    mesh = transformations.make_mesh()
+    x, scale = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((7, 9), (9,)))
+    gradients = jax.grad(lambda x, s: jnp.sum(jnp.sin(jaxops.layer_norm(x, s))), (0, 1))
+    for spec in (P("data"), P(None, "data")):
+        constrained = lambda x, s, spec=spec: gradients(  # noqa: E731
+            jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)), s
+        )
+        for got, wanted in zip(jax.jit(constrained)(x, scale), gradients(x, scale), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_float64(rng, x64):
+    """The mode is the caller's, wherever XLA partitions the program."""
+    mesh = transformations.make_mesh()
+    x = jnp.asarray(rng.standard_normal((8, 16)))
+    split = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+    np.testing.assert_allclose(jax.jit(jaxops.softmax)(split), jax.nn.softmax(x), rtol=1e-14)
+
+
+def test_shard_map_over_a_part_of_the_mesh(rng):
+    """The other axes are the compiler's."""
+    mesh = transformations.make_mesh()
+    x = rng.standard_normal((8, 4, 16)).astype(np.float32)
+    function = jax.shard_map(jaxops.softmax, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+    with jax.set_mesh(mesh):
+        got = jax.jit(function)(jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))))
+    np.testing.assert_allclose(got, jax.nn.softmax(x), rtol=1e-5, atol=1e-6)
+
+
+def test_operands_split_differently():
+    mesh = transformations.make_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, residual = (
+            jax.device_put(np.ones((8, 16), np.float32), NamedSharding(mesh, spec)) for spec in (P("data"), P("model"))
+        )
+        with pytest.raises(TypeError, match=r"layer_norm_fwd: one axis of its operands is sharded over .* and"):
+            jaxops.layer_norm(x, residual=residual)
+
+
+@pytest.mark.parametrize("axes", [("data", "model"), ("data",), ("model",)], ids=["FSDP and TP", "FSDP", "TP"])
+def test_transformer_layer(axes, rng):
+    """The same loss and parameters as with plain jax.nn after a step of training, and no more communication."""
+    mesh = transformations.make_mesh()
+    params = transformer.parameters(64, 8, 128)
+    x, targets = rng.standard_normal((8, 16, 64)).astype(np.float32), rng.integers(0, 128, (8, 16))
+    shardings = {
+        name: NamedSharding(mesh, P(*(a if a in axes else None for a in spec)))
+        for name, spec in transformer.SPECS.items()
+    }
+    rows = NamedSharding(mesh, P("data"))
+
+    def train(ops):
+        def step(params, x, targets):
+            value, gradients = jax.value_and_grad(lambda p: transformer.loss(ops, p, x, targets))(params)
+            return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+        with jax.set_mesh(mesh):
+            operands = jax.device_put(params, shardings), jax.device_put(x, rows), jax.device_put(targets, rows)
+            compiled = jax.jit(step, out_shardings=(None, shardings)).lower(*operands).compile()
+            return compiled(*operands), collectives(compiled)
+
+    with jax.default_matmul_precision("highest"):
+        (ours, found), (plain, found_plain) = train(transformer.OURS), train(transformer.PLAIN)
+    for got, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    # XLA turns an all-reduce of which each device uses its part into a reduce-scatter on some platforms only.
+    got, wanted = by_kind(found), by_kind(found_plain)
+    assert set(got) <= {"all-gather", "all-reduce", "reduce-scatter"}
+    assert got.get("all-gather", 0) <= wanted.get("all-gather", 0)
+    reduced = lambda kinds: kinds.get("all-reduce", 0) + kinds.get("reduce-scatter", 0)  # noqa: E731
+    assert reduced(got) <= reduced(wanted) + 64
+    assert ("reduce-scatter" in got) == ("data" in axes)

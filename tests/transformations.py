@@ -1,0 +1,490 @@
+"""Every op under every transformation of JAX, against what a user would write without jaxops.
+
+`make matrix`, or `python tests/transformations.py`, runs all cells on the devices there are and prints the table;
+pytest runs them as tests. With words as arguments: only the transformations whose names contain one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import jax
+import jax.ad_checkpoint
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.test_util import check_grads
+
+import jaxops
+
+SIZES = {"b": 8, "t": 4, "c": 16, "n": 8}
+WHERE = np.arange(SIZES["c"]) % 3 != 1
+CAUSAL = np.tril(np.ones((SIZES["t"], SIZES["c"]), bool))
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An op with some of its options.
+
+    ours, reference: functions of the operands, of which `axes` gives the names of the axes: b, t, c are those of x.
+    """
+
+    ours: Callable[..., jax.Array]
+    reference: Callable[..., jax.Array]
+    axes: tuple[str, ...]
+
+    def operands(self, dtype="float32") -> tuple[jax.Array, ...]:
+        rng = np.random.default_rng(1)
+        return tuple(
+            jnp.asarray((rng.standard_normal([SIZES[a] for a in names]) + (names != "btc")).astype(dtype))
+            for names in self.axes
+        )
+
+
+def _reference_norm(x, scale, bias=0.0, where=None, centred=True):
+    wide = {"axis": -1, "keepdims": True, "where": None if where is None else jnp.broadcast_to(where, x.shape)}
+    x = x - jnp.mean(x, **wide) if centred else x
+    return x / jnp.sqrt(jnp.mean(jnp.square(x), **wide) + 1e-6) * scale + bias
+
+
+def _masked_softmax(function, x, scale, bias):
+    """The masked entries of log_softmax, -inf, are left out."""
+    visible = WHERE & CAUSAL
+    if function in (jaxops.softmax, jaxops.log_softmax):
+        y = function(x, where=WHERE, scale=jnp.mean(scale), bias=bias, causal=True)
+    else:
+        y = function(x * jnp.mean(scale) + bias, where=visible)
+    return jnp.where(visible, y, 0)
+
+
+def _add_norm(ours, x, residual, scale, bias):
+    if ours:
+        y, total = jaxops.layer_norm(x, scale, bias, where=WHERE, residual=residual)
+    else:
+        total = x + residual
+        y = _reference_norm(total, scale, bias, WHERE)
+    return y + 0.5 * total
+
+
+OPS = {
+    "softmax": Op(jaxops.softmax, jax.nn.softmax, ("btc",)),
+    "softmax, all options": Op(
+        functools.partial(_masked_softmax, jaxops.softmax),
+        functools.partial(_masked_softmax, jax.nn.softmax),
+        ("btc", "n", "tc"),
+    ),
+    "log_softmax": Op(jaxops.log_softmax, jax.nn.log_softmax, ("btc",)),
+    "log_softmax, all options": Op(
+        functools.partial(_masked_softmax, jaxops.log_softmax),
+        functools.partial(_masked_softmax, jax.nn.log_softmax),
+        ("btc", "n", "tc"),
+    ),
+    "layer_norm": Op(jaxops.layer_norm, _reference_norm, ("btc", "c", "c")),
+    "layer_norm, all options": Op(
+        functools.partial(_add_norm, True),
+        functools.partial(_add_norm, False),
+        ("btc", "btc", "c", "c"),
+    ),
+    "rms_norm": Op(jaxops.rms_norm, functools.partial(_reference_norm, centred=False), ("btc", "c")),
+    "matmul": Op(
+        functools.partial(jaxops.matmul, precision="highest"),
+        functools.partial(jnp.matmul, precision="highest"),
+        ("btc", "cn"),
+    ),
+    "matmul, bias and gelu": Op(
+        lambda a, b, bias: jaxops.matmul(a, b, precision="highest", bias=bias, activation="gelu"),
+        lambda a, b, bias: jax.nn.gelu(jnp.matmul(a, b, precision="highest") + bias),
+        ("btc", "cn", "n"),
+    ),
+}
+
+#: By name: what is done with a function and operands; the results must be those with the reference.
+TRANSFORMATIONS: dict[str, Callable] = {}
+
+
+def transformation(name: str):
+    def register(function):
+        TRANSFORMATIONS[name] = function
+        return function
+
+    return register
+
+
+def waves(x):
+    """Numbers without a pattern, of x's shape and dtype."""
+    return jnp.cos(3 * jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)
+
+
+def scalar(f):
+    """A nonlinear function of all values of f."""
+
+    def total(*xs):
+        y = f(*xs)
+        return jnp.sum(jnp.sin(y) * waves(y))
+
+    return total
+
+
+def every(xs):
+    return tuple(range(len(xs)))
+
+
+def double(apply):
+    """In float64, where derivatives can be compared closely."""
+
+    @functools.wraps(apply)
+    def run(f, *xs):
+        with jax.enable_x64(True):
+            return apply(f, *(np.asarray(x, np.float64) for x in xs))
+
+    return run
+
+
+# --- derivatives ---
+
+
+@transformation("grad")
+@double
+def _grad(f, *xs):
+    return jax.jit(jax.value_and_grad(scalar(f), every(xs)))(*xs)
+
+
+@transformation("jvp")
+@double
+def _jvp(f, *xs):
+    return jax.jit(lambda *xs: jax.jvp(f, xs, tuple(map(waves, xs))))(*xs)
+
+
+@transformation("linearize")
+@double
+def _linearize(f, *xs):
+    y, linear = jax.linearize(f, *xs)
+    tangents = tuple(waves(jnp.asarray(x)) for x in xs)
+    return y, linear(*tangents), jax.linear_transpose(linear, *tangents)(waves(y))
+
+
+@transformation("jacfwd")
+@double
+def _jacfwd(f, *xs):
+    return jax.jit(jax.jacfwd(f, every(xs)))(*xs)[-1]
+
+
+@transformation("grad of grad")
+@double
+def _grad_of_grad(f, *xs):
+    def penalty(*xs):
+        return sum(jnp.sum(jnp.square(g) * waves(g)) for g in jax.grad(scalar(f), every(xs))(*xs))
+
+    return jax.jit(jax.grad(penalty, every(xs)))(*xs)
+
+
+@transformation("hvp")
+@double
+def _hvp(f, *xs):
+    """Forward over reverse."""
+    return jax.jit(lambda *xs: jax.jvp(jax.grad(scalar(f), every(xs)), xs, tuple(map(waves, xs))))(*xs)
+
+
+@transformation("hessian")
+@double
+def _hessian(f, *xs):
+    """Of all parameters, and of one row of x."""
+
+    def of_row(row, *rest):
+        return scalar(f)(jnp.asarray(xs[0]).at[0, -1].set(row), *rest)
+
+    return jax.jit(jax.hessian(of_row, every(xs)))(xs[0][0, -1], *xs[1:])
+
+
+@transformation("check_grads")
+@double
+def _check_grads(f, *xs):
+    """First and second derivatives against differences."""
+    check_grads(jax.jit(f), xs, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
+
+
+@transformation("x64")
+@double
+def _x64(f, *xs):
+    y = f(*xs)
+    assert y.dtype == np.float64
+    return y
+
+
+# --- vmap ---
+
+
+@transformation("vmap")
+def _vmap(f, *xs):
+    """Over a new last axis of all operands, and over one of the first."""
+    stacked = [jnp.stack([x, x + waves(x)], -1) for x in xs]
+    all_mapped = jax.jit(jax.vmap(jax.grad(scalar(f), every(xs)), -1))(*stacked)
+    return all_mapped, jax.vmap(f, (-1, *[None] * (len(xs) - 1)))(stacked[0], *xs[1:])
+
+
+@transformation("nested vmap")
+def _nested_vmap(f, *xs):
+    x, *rest = xs
+    x = jnp.stack([jnp.stack([x, 2 * x], 1), jnp.stack([waves(x), -x], 1)], 2)
+    inner = jax.vmap(lambda x, *rest: jax.grad(scalar(f))(x, *rest), (1, *[None] * len(rest)))
+    return jax.jit(jax.vmap(inner, (2, *[None] * len(rest)), 1))(x, *rest)
+
+
+# --- control flow and memory ---
+
+
+@transformation("scan")
+def _scan(f, *xs):
+    def total(*xs):
+        step = lambda c, s: (c + scalar(f)(s * xs[0], *xs[1:]), None)  # noqa: E731
+        return jax.lax.scan(step, 0.0, jnp.array([1.0, 2.0]))[0]
+
+    return jax.jit(jax.value_and_grad(total, every(xs)))(*xs)
+
+
+@transformation("while")
+def _while(f, *xs):
+    def step(carry):
+        i, total = carry
+        return i + 1, total + scalar(f)(xs[0] * i, *xs[1:])
+
+    return jax.jit(lambda: jax.lax.while_loop(lambda carry: carry[0] < 3, step, (1.0, 0.0)))()
+
+
+@transformation("cond")
+def _cond(f, *xs):
+    def total(*xs):
+        return jax.lax.cond(xs[0][0, 0, 0] < 1e9, scalar(f), lambda *xs: 0.0, *xs)
+
+    return jax.jit(jax.grad(total, every(xs)))(*xs)
+
+
+@transformation("remat")
+def _remat(f, *xs):
+    return jax.jit(jax.grad(jax.checkpoint(scalar(f)), every(xs)))(*xs)
+
+
+@transformation("remat policies")
+def _remat_policies(f, *xs):
+    policies = (
+        jaxops.checkpoint_policies.dots_saveable,
+        jaxops.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jaxops.checkpoint_policies.save_only_these_ops("softmax", "matmul"),
+    )
+    return [jax.jit(jax.grad(jax.checkpoint(scalar(f), policy=policy), every(xs)))(*xs) for policy in policies]
+
+
+@transformation("remat names")
+def _remat_names(f, *xs):
+    def total(*xs):
+        y = jax.ad_checkpoint.checkpoint_name(f(*xs), "y")
+        return jnp.sum(jnp.sin(y) * waves(y))
+
+    policy = jax.checkpoint_policies.save_only_these_names("y")
+    return jax.jit(jax.grad(jax.checkpoint(total, policy=policy), every(xs)))(*xs)
+
+
+# --- compilation ---
+
+
+@transformation("jit")
+def _jit(f, *xs):
+    return jax.jit(f)(*xs)
+
+
+@transformation("eval_shape")
+def _eval_shape(f, *xs):
+    out = jax.eval_shape(f, *xs)
+    return jnp.zeros(out.shape, out.dtype)
+
+
+@transformation("AOT")
+def _aot(f, *xs):
+    return jax.jit(f).lower(*xs).compile()(*xs)
+
+
+@transformation("donation")
+def _donation(f, *xs):
+    copy = xs[0] + 0
+    y = jax.jit(lambda x, *rest: x + jnp.sum(f(x, *rest)), donate_argnums=0)(copy, *xs[1:])
+    assert copy.is_deleted()
+    return y
+
+
+@transformation("export")
+def _export(f, *xs):
+    """Of the gradient too."""
+    checks = jaxops.disabled_checks()
+    exported = jax.export.export(jax.jit(jax.value_and_grad(scalar(f), every(xs))), disabled_checks=checks)(*xs)
+    return jax.jit(exported.call)(*xs)
+
+
+@transformation("export, symbolic")
+def _export_symbolic(f, *xs):
+    """The batch has any size."""
+    (size,) = jax.export.symbolic_shape("size")
+    types = [jax.ShapeDtypeStruct((size, *x.shape[1:]) if x.ndim == 3 else x.shape, x.dtype) for x in xs]
+    total = jax.jit(jax.value_and_grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), every(xs)))
+    exported = jax.export.export(total, disabled_checks=jaxops.disabled_checks())(*types)
+    return jax.jit(exported.call)(*xs)
+
+
+@transformation("debug_nans")
+def _debug_nans(f, *xs):
+    with jax.debug_nans(True):
+        result = jax.jit(jax.value_and_grad(scalar(f), every(xs)))(*xs)
+        try:
+            scalar(f)(xs[0].at[0, 0, 0].set(jnp.nan), *xs[1:])
+        except FloatingPointError:
+            return result
+    raise AssertionError("a NaN went unnoticed")
+
+
+@transformation("jax.debug")
+def _debug(f, *xs):
+    seen = []
+
+    def step(*xs):
+        y = f(*xs)
+        jax.debug.callback(lambda v: seen.append(v), jnp.sum(y))
+        return y
+
+    y = jax.jit(step)(*xs)
+    jax.effects_barrier()
+    return y, seen[0]
+
+
+# --- many devices ---
+
+
+def make_mesh(kind=AxisType.Auto):
+    """All devices, an even number of them up to 8, as data and model."""
+    count = 2 ** min(3, int(np.log2(len(jax.devices()))))
+    shape = (max(1, count // 2), min(2, count))
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:count])
+
+
+def place(xs, axes, mesh, splits):
+    """The operands on a mesh; splits: the mesh axis over which each named axis is split."""
+    specs = [PartitionSpec(*(splits.get(a) for a in names)) for names in axes]
+    return [jax.device_put(np.asarray(x), NamedSharding(mesh, s)) for x, s in zip(xs, specs, strict=True)]
+
+
+def on_mesh(apply):
+    """apply(f, mesh, axes, *xs) on a mesh for the op, on one device for the reference."""
+
+    def run(f, *xs):
+        case = next((op for op in OPS.values() if op.ours is f), None)
+        if case is None:
+            return apply(f, None, None, *xs)
+        mesh = make_mesh(apply.kind)
+        with jax.set_mesh(mesh):
+            return apply(f, mesh, case.axes, *xs)
+
+    return run
+
+
+def sharded(kind, splits):
+    """Value, gradients and tangents."""
+
+    def apply(f, mesh, axes, *xs):
+        def all_of_it(*xs):
+            moved = jax.jvp(f, xs, tuple(map(jnp.sin, xs)))[1]
+            return *jax.value_and_grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), every(xs))(*xs), moved
+
+        return jax.jit(all_of_it)(*(place(xs, axes, mesh, splits) if mesh else xs))
+
+    apply.kind = kind
+    return on_mesh(apply)
+
+
+for _kind in (AxisType.Auto, AxisType.Explicit):
+    TRANSFORMATIONS[f"{_kind.name} mesh, rows split"] = sharded(_kind, {"b": "data", "t": "model"})
+    TRANSFORMATIONS[f"{_kind.name} mesh, columns split"] = sharded(_kind, {"b": "data", "c": "model"})
+
+
+def _shard_map(f, mesh, axes, *xs):
+    """Split over the examples; the gradients of what is not are summed over the devices."""
+
+    def gradients(*xs):
+        return jax.grad(lambda *xs: jnp.sum(jnp.sin(f(*xs))), every(xs))(*xs)
+
+    if mesh is None:
+        return jax.jit(gradients)(*xs)
+    splits = {"b": "data"}
+    specs = tuple(PartitionSpec(*(splits.get(a) for a in names)) for names in axes)
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs)
+    return jax.jit(mapped)(*place(xs, axes, mesh, splits))
+
+
+_shard_map.kind = AxisType.Auto
+TRANSFORMATIONS["shard_map"] = on_mesh(_shard_map)
+
+
+@transformation("vmap, spmd_axis_name")
+def _spmd_vmap(f, *xs):
+    mesh = make_mesh()
+    stacked = [jnp.stack([x] * mesh.shape["data"]) for x in xs]
+    with jax.set_mesh(mesh):
+        stacked = place(stacked, ["s" + "-" * x.ndim for x in xs], mesh, {"s": "data"})
+        return jax.jit(jax.vmap(jax.grad(scalar(f), every(xs)), spmd_axis_name="data"))(*stacked)
+
+
+def check(op: str, name: str) -> None:
+    """Runs one cell; raises if it fails."""
+    case, apply = OPS[op], TRANSFORMATIONS[name]
+    xs = case.operands()
+    if name == "check_grads":
+        apply(case.ours, *xs)
+        return
+    got, wanted = (jax.tree.leaves(apply(f, *xs)) for f in (case.ours, case.reference))
+    assert len(got) == len(wanted)
+    for ours, reference in zip(got, wanted, strict=True):
+        assert ours.shape == reference.shape and ours.dtype == reference.dtype
+        ours, reference = np.asarray(ours), np.asarray(reference)
+        tolerance = 1e-9 if ours.dtype == np.float64 else 1e-4
+        size = max(1e-3, float(np.max(np.abs(reference), initial=0)))
+        np.testing.assert_allclose(ours, reference, rtol=tolerance, atol=tolerance * size)
+
+
+def main(words: list[str]) -> int:
+    """Prints the matrix, or its rows whose names contain one of the words; returns the number of cells that fail."""
+    devices = jax.devices()
+    print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}\n")
+    width = max(map(len, TRANSFORMATIONS))
+    names = list(OPS)
+    for i, op in enumerate(names):
+        print(" " * width, "| " * i + op)
+    failures = []
+    rows = [name for name in TRANSFORMATIONS if not words or any(word in name for word in words)]
+    for name in rows:
+        marks, start = [], time.perf_counter()
+        for op in names:
+            try:
+                check(op, name)
+                marks.append("+")
+            except Exception:
+                marks.append("-")
+                failures.append((op, name, traceback.format_exc()))
+        print(f"{name:{width}}", " ".join(marks), f" {time.perf_counter() - start:5.1f} s", flush=True)
+    count = len(names) * len(rows)
+    print(f"\n{count - len(failures)} of {count} cells hold.")
+    for op, name, text in failures:
+        print(f"\n--- {op} under {name}\n{text}", file=sys.stderr)
+    return len(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))
