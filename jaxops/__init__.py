@@ -2,6 +2,7 @@
 
 from jaxops import _load
 from jaxops._kernel import FallbackWarning
+from jaxops._patch import patch_jax_nn
 from jaxops._version import __version__
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
@@ -18,6 +19,7 @@ __all__ = [
     "layer_norm",
     "log_softmax",
     "matmul",
+    "patch_jax_nn",
     "rms_norm",
     "softmax",
 ]
