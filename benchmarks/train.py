@@ -1,4 +1,4 @@
-"""A decoder's training step: tokens a second on plain Flax, swapped onto jaxops by one call, and written with jaxops."""
+"""A decoder's training step: tokens a second on plain Flax, swapped by one call, and written with jaxops' layers."""
 
 from __future__ import annotations
 

@@ -320,8 +320,7 @@ def dot_product_attention_with_rope(
       >>> fast.dot_product_attention_with_rope(x, x, x, rope=nnx.RoPE()).shape
       (3, 1, 4)
     """
-    axes = (-2, None if input_positions is None else -1)
-    rotate = jax.vmap(rope, in_axes=axes, out_axes=-2)
+    rotate = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
     query, key = (rotate(x, input_positions) for x in (query, key))
     return dot_product_attention(query, key, value, **options)
 
