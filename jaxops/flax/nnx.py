@@ -306,7 +306,7 @@ def dot_product_attention_with_rope(
     Args:
       query, key, value: as in `dot_product_attention`.
       rope: a `flax.nnx.RoPE`, applied to query and key.
-      input_positions: `[batch..., tokens]`; by default 0, 1, ...
+      input_positions: `[tokens]`; by default 0, 1, ...
       **options: as in `dot_product_attention`.
 
     Returns:
