@@ -1,6 +1,7 @@
 """jaxops: softmax, log_softmax, layer_norm, rms_norm and matmul for JAX, on CPU and CUDA kernels of their own."""
 
 from jaxops import _load
+from jaxops._explain import Explanation, explain
 from jaxops._kernel import FallbackWarning
 from jaxops._patch import patch_jax_nn
 from jaxops._version import __version__
@@ -13,9 +14,11 @@ from jaxops.ops.softmax import softmax
 _load.register()
 
 __all__ = [
+    "Explanation",
     "FallbackWarning",
     "__version__",
     "dot_general",
+    "explain",
     "layer_norm",
     "log_softmax",
     "matmul",

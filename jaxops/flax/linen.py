@@ -573,7 +573,7 @@ def swapped(*, functions: bool = True) -> Iterator[SwapReport]:
       >>> import jax, jax.numpy as jnp
       >>> from flax import linen as nn
       >>> from jaxops.flax import linen
-      >>> model = nn.Sequential([nn.LayerNorm(), nn.Dense(3), nn.softmax])
+      >>> model = nn.Sequential([nn.LayerNorm(), nn.Dense(3), lambda x: nn.softmax(x)])
       >>> with linen.swapped() as report:
       ...     variables = model.init(jax.random.key(0), jnp.ones((2, 4)))
       >>> print(report)
