@@ -82,25 +82,34 @@ def _embed(size: Size, tokens: jax.Array) -> jax.Array:
 
 
 class FusedBlock(nn.Module):
-    """The same layer on jaxops' own: sums joined to the norms behind them, gelu to the product, no mask."""
+    """The same layer on jaxops' own: sums joined to the norms behind them, gelu to the product, no mask.
+
+    products: False: the matrix products are XLA's, and gelu is for XLA to fuse.
+    """
 
     size: Size
+    products: bool
 
     @nn.compact
     def __call__(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What the layers before computed, and the sum of it all but for that; the same of this layer."""
         y, x = linen.LayerNorm(dtype=jnp.bfloat16, name="LayerNorm_0")(x, residual=residual)
-        attend = functools.partial(linen.dot_product_attention, causal=True)
-        y = linen.MultiHeadDotProductAttention(self.size.heads, dtype=jnp.bfloat16, attention_fn=attend)(y)
+        library, own = (linen, {}) if self.products else (nn, {"einsum_dot_general": jax.lax.dot_general})
+        attend = functools.partial(linen.dot_product_attention, causal=True, **own)
+        y = library.MultiHeadDotProductAttention(self.size.heads, dtype=jnp.bfloat16, attention_fn=attend)(y)
         y, x = linen.LayerNorm(dtype=jnp.bfloat16, name="LayerNorm_1")(y, residual=x)
-        y = linen.Dense(4 * self.size.width, dtype=jnp.bfloat16, activation="gelu")(y)
-        return linen.Dense(self.size.width, dtype=jnp.bfloat16)(y), x
+        if self.products:
+            y = linen.Dense(4 * self.size.width, dtype=jnp.bfloat16, activation="gelu")(y)
+        else:
+            y = nn.gelu(nn.Dense(4 * self.size.width, dtype=jnp.bfloat16)(y))
+        return library.Dense(self.size.width, dtype=jnp.bfloat16)(y), x
 
 
 class FusedDecoder(nn.Module):
     """The same model, with the same parameters."""
 
     size: Size
+    products: bool = True
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -108,9 +117,10 @@ class FusedDecoder(nn.Module):
         x = _embed(self.size, tokens)
         y = jnp.zeros_like(x)
         for i in range(self.size.layers):
-            y, x = FusedBlock(self.size, name=f"Block_{i}")(y, x)
+            y, x = FusedBlock(self.size, self.products, name=f"Block_{i}")(y, x)
         x, _ = linen.LayerNorm(dtype=jnp.bfloat16, name="norm")(y, residual=x)
-        return linen.Dense(self.size.vocabulary, use_bias=False, dtype=jnp.bfloat16, name="logits")(x)
+        dense = linen.Dense if self.products else nn.Dense
+        return dense(self.size.vocabulary, use_bias=False, dtype=jnp.bfloat16, name="logits")(x)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -146,7 +156,13 @@ def make_step(model: nn.Module, rate: float = 3e-4, decay: float = 0.1):
 def contenders(size: Size) -> dict[str, nn.Module]:
     """The models by name."""
     plain = Decoder(size)
-    return {"flax": plain, "swapped": linen.swap(plain)[0], "fused": FusedDecoder(size)}
+    return {
+        "flax": plain,
+        "swapped": linen.swap(plain)[0],
+        "swapped, XLA's products": linen.swap(plain, products=False)[0],
+        "fused": FusedDecoder(size),
+        "fused, XLA's products": FusedDecoder(size, products=False),
+    }
 
 
 def _measure(size: Size, settings: harness.Settings) -> dict[str, tuple[float, list[float]]]:

@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+import jaxops
 from jaxops.flax import linen
 from jaxops.flax import nnx as fast
 
@@ -161,6 +162,25 @@ def test_linen_scope():
     assert report.swapped == {"layers_0": "Dense"}
     assert contract.count_launches(lambda x: apply(x), jnp.ones((2, 4))) == 0
     assert nn.make_causal_mask.__module__ == "flax.linen.attention" and not hasattr(nn.make_causal_mask, "__wrapped__")
+
+
+def test_products_of_xla(rng):
+    """products=False: norms and softmaxes alone."""
+    plain, (swapped, report) = Model(), linen.swap(Model(), products=False)
+    assert swapped != linen.swap(plain)[0]
+    variables = plain.init(KEY, TOKENS)
+    cases.assert_same(swapped.apply(variables, TOKENS), plain.apply(variables, TOKENS), ulp=64)
+    assert report.kept["block/Dense_0"] == report.kept["block/MultiHeadDotProductAttention_0/key"] == "products=False"
+    assert {"block/RMSNorm_0", "block/MultiHeadDotProductAttention_0"} < set(report.swapped)
+    kernels = {call.kernel for call in jaxops.explain(swapped.apply, variables, TOKENS).calls}
+    assert kernels == {"layer_norm_fwd", "rms_norm_fwd", "softmax_fwd"}
+
+    plain, x = nnx_model(), cases.draw(rng, (2, 5, 8))
+    swapped, report = fast.swap(plain, products=False)
+    assert report.kept["layers/3"] == "products=False" and "layers/1" in report.swapped
+    cases.assert_same(swapped(x), plain(x), ulp=64)
+    kernels = {call.kernel for call in jaxops.explain(swapped, x).calls}
+    assert kernels == {"layer_norm_fwd", "rms_norm_fwd", "softmax_fwd"}
 
 
 def test_what_cannot_be_swapped():

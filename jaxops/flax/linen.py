@@ -453,8 +453,13 @@ class _Instead:
         return getattr(self._module, name)
 
 
-def _attention(self: Any, *args: Any, **kwargs: Any) -> jax.Array:
-    return _raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=dot_product_attention), *args, **kwargs)
+def _attention(self: Any, *args: Any, products: bool = True, **kwargs: Any) -> jax.Array:
+    attend = dot_product_attention if products else _attend_with_xla
+    return _raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=attend), *args, **kwargs)
+
+
+#: The attention of a swap whose products stay XLA's.
+_attend_with_xla = functools.partial(dot_product_attention, einsum_dot_general=jax.lax.dot_general)
 
 
 def _why_no_attention(layer: Any) -> str | None:
@@ -480,10 +485,14 @@ _SWAPS = {
 
 
 class _Scope:
-    """What is swapped now: the report, where in the model we are, and the masks that are known to be causal."""
+    """What is swapped now: the report, where in the model we are, and the masks that are known to be causal.
 
-    def __init__(self, report: SwapReport):
+    products: whether matrix products are swapped, too.
+    """
+
+    def __init__(self, report: SwapReport, products: bool = True):
         self.report = report
+        self.products = products
         self.paths: list[str] = []
         self.causal_masks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -530,7 +539,11 @@ class _Interceptor:
         module, report = context.module, self.scope.report
         path = "/".join(module.path) or type(module).__name__
         swap = _SWAPS.get(context.orig_method.func)
-        if swap is not None and (why := swap.why_not(module)) is None:
+        why = None if swap is None else swap.why_not(module)
+        if swap is not None and not self.scope.products:
+            why = why or ("products=False" if swap.why_not is _why_no_product else None)
+            kwargs = {**kwargs, "products": False} if swap.call is _attention and why is None else kwargs
+        if swap is not None and why is None:
             report.swapped[path] = type(module).__name__
             next_method = functools.partial(swap.call, module)
         self.scope.paths.append(path)
@@ -557,7 +570,7 @@ def _own_parameters(module: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def swapped(*, functions: bool = True) -> Iterator[SwapReport]:
+def swapped(*, functions: bool = True, products: bool = True) -> Iterator[SwapReport]:
     """A scope in which linen models run on jaxops.
 
     It works on what is traced in the scope: `model.init`, `model.apply` or the first call of a jitted function. What
@@ -565,6 +578,7 @@ def swapped(*, functions: bool = True) -> Iterator[SwapReport]:
 
     Args:
       functions: also replace jax.nn's functions, as :func:`jaxops.patch_jax_nn` does, for models that call them.
+      products: also swap dense layers and the products of attention; False: leave matrix products to XLA.
 
     Yields:
       The :class:`SwapReport`, filled while models are traced.
@@ -583,13 +597,13 @@ def swapped(*, functions: bool = True) -> Iterator[SwapReport]:
       layers_1             jaxops Dense
     """
     report = SwapReport()
-    with _swapped(report, functions):
+    with _swapped(report, functions, products):
         yield report
 
 
 @contextlib.contextmanager
-def _swapped(report: SwapReport, functions: bool) -> Iterator[None]:
-    scope = _Scope(report)
+def _swapped(report: SwapReport, functions: bool, products: bool) -> Iterator[None]:
+    scope = _Scope(report, products)
     token = _scope.set(scope)
     try:
         with contextlib.ExitStack() as stack:
@@ -610,7 +624,7 @@ def _swapped_class(cls: type[nn.Module]) -> type[nn.Module]:
         scope = _scope.get()
         if scope is not None and scope.report is self.swap_report:
             return cls._call_wrapped_method(self, fun, args, kwargs)
-        with _swapped(self.swap_report, functions=True):
+        with _swapped(self.swap_report, functions=True, products=self.swap_products):
             return cls._call_wrapped_method(self, fun, args, kwargs)
 
     report = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
@@ -618,15 +632,16 @@ def _swapped_class(cls: type[nn.Module]) -> type[nn.Module]:
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        "__annotations__": {"swap_report": Any},
+        "__annotations__": {"swap_report": Any, "swap_products": bool},
         "swap_report": report,
+        "swap_products": dataclasses.field(default=True, repr=False, kw_only=True),
     }
     made = type(cls)(cls.__name__, (cls,), body)
     made._call_wrapped_method = call  # not in the body, whose functions linen wraps
     return made
 
 
-def swap(model: _Model) -> tuple[_Model, SwapReport]:
+def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
     """The same linen model running on jaxops.
 
     The result has the model's class as its base, equal attributes, parameters and names, so that checkpoints,
@@ -639,6 +654,7 @@ def swap(model: _Model) -> tuple[_Model, SwapReport]:
 
     Args:
       model: a linen model, not bound to variables.
+      products: also swap dense layers and the products of attention; False: leave matrix products to XLA.
 
     Returns:
       The swapped model, and the :class:`SwapReport`, which is filled when the model is first traced.
@@ -666,4 +682,5 @@ def swap(model: _Model) -> tuple[_Model, SwapReport]:
         raise TypeError("swap: model is bound to variables; swap it before `bind`")
     report = SwapReport()
     attributes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
-    return _swapped_class(type(model))(**attributes, swap_report=report, parent=None), report
+    swapped = _swapped_class(type(model))
+    return swapped(**attributes, swap_report=report, swap_products=products, parent=None), report

@@ -213,6 +213,8 @@ def dot_product_attention(
     module: nnx.Module | None = None,
     promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
     is_causal: bool = False,
+    *,
+    dot_general: Callable[..., jax.Array] = dot_general,
 ) -> jax.Array:
     """:func:`flax.nnx.dot_product_attention` on jaxops, for `MultiHeadAttention(attention_fn=...)`.
 
@@ -231,6 +233,7 @@ def dot_product_attention(
       module: stores the weights as the intermediate `attention_weights`.
       promote_dtype: as in Flax.
       is_causal: query i sees the keys 0 to i, besides `mask`; masked keys are not even read.
+      dot_general: computes both products.
 
     Returns:
       `[batch..., queries, heads, features]`.
@@ -345,7 +348,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def __init__(self, *args: Any, attention_fn: Callable[..., jax.Array] = dot_product_attention, **options: Any):
         super().__init__(*args, attention_fn=attention_fn, **options)
         for child in (self.query, self.key, self.value, self.out, self.query_ln, self.key_ln):
-            if child is not None:
+            if child is not None and _why_not(child) is None:
                 _swap_layer(child)
 
 
@@ -361,13 +364,14 @@ _SWAPS: dict[type, type] = {
 }
 
 
-def _own_attention(attention: Callable[..., Any]) -> Callable[..., Any] | None:
+def _own_attention(attention: Callable[..., Any], products: bool = True) -> Callable[..., Any] | None:
     """jaxops' function for one of Flax's."""
+    options = {} if products else {"dot_general": jax.lax.dot_general}
     if attention is nnx.dot_product_attention:
-        return dot_product_attention
+        return functools.partial(dot_product_attention, **options) if options else dot_product_attention
     rope = getattr(nnx, "dot_product_attention_with_rope", None)  # Flax has it since 0.12.9
     if isinstance(attention, functools.partial) and rope is not None and attention.func is rope:
-        return functools.partial(dot_product_attention_with_rope, *attention.args, **attention.keywords)
+        return functools.partial(dot_product_attention_with_rope, *attention.args, **attention.keywords, **options)
     return None
 
 
@@ -381,14 +385,14 @@ def _why_not(layer: nnx.Module) -> str | None:
     return _why_no_product(layer)
 
 
-def _swap_layer(layer: nnx.Module) -> None:
+def _swap_layer(layer: nnx.Module, products: bool = True) -> None:
     """Makes the layer one of ours: the same object, attributes and variables, another class."""
     if isinstance(layer, nnx.MultiHeadAttention):
-        layer.attention_fn = _own_attention(layer.attention_fn)
+        layer.attention_fn = _own_attention(layer.attention_fn, products)
     object.__setattr__(layer, "__class__", _SWAPS[type(layer)])
 
 
-def swap(model: _Model, *, copy: bool = True) -> tuple[_Model, SwapReport]:
+def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_Model, SwapReport]:
     """The same nnx model running on jaxops.
 
     Every LayerNorm, RMSNorm, Linear, LinearGeneral and MultiHeadAttention of Flax's becomes jaxops' layer of that name
@@ -399,6 +403,7 @@ def swap(model: _Model, *, copy: bool = True) -> tuple[_Model, SwapReport]:
     Args:
       model: an nnx module.
       copy: swap in a copy, which has variables of its own; False: in the model itself.
+      products: also swap linear layers and the products of attention; False: leave matrix products to XLA.
 
     Returns:
       The swapped model, and the :class:`SwapReport`.
@@ -428,9 +433,11 @@ def swap(model: _Model, *, copy: bool = True) -> tuple[_Model, SwapReport]:
         where = "/".join(map(str, path)) or type(layer).__name__
         if type(layer) in _SWAPS:
             why = _why_not(layer)
+            if not products and isinstance(layer, nnx.Linear | nnx.LinearGeneral):
+                why = why or "products=False"
             if why is None:
                 report.swapped[where] = type(layer).__name__
-                _swap_layer(layer)
+                _swap_layer(layer, products)
             else:
                 report.kept[where] = why
         elif type(layer).__module__ != __name__ and (own := _own_parameters(layer)):
