@@ -61,10 +61,13 @@ docs: $(VENV)/ready
 	$(python) -m pip install --quiet $$($(python) tools/requirements.py docs)
 	$(python) -m mkdocs build
 
-# Wheels for every Python that is here (one for 3.12 and later, one for 3.11) and the source distribution, in dist.
+# Wheels and the source distribution, in dist. make wheel WHEEL_PYTHONS='python3.11 python3.12' builds both wheels: one
+# for 3.11 and one for all later.
 WHEEL_PYTHONS ?= $(PYTHON)
 wheel:
-	for python in $(WHEEL_PYTHONS); do tools/wheel.sh $$python || exit 1; done
+	for python in $(WHEEL_PYTHONS); do \
+	  CUDA='$(CUDA)' CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)' tools/wheel.sh $$python || exit 1; \
+	done
 
 cxx_sources = $(shell find ffi -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 
