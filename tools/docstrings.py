@@ -6,10 +6,12 @@ from typing import Any
 import griffe
 
 
-class Examples(griffe.Extension):
-    """Makes the section `Example:` the one that is rendered as code, which griffe calls `Examples:`."""
+class Markdown(griffe.Extension):
+    """Sphinx's roles as Markdown, and the section `Example:` as `Examples:`, which griffe renders as code."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for every object."""
         if obj.docstring:
-            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
+            text = re.sub(r":math:`([^`]*)`", r"\\(\1\\)", text)
+            obj.docstring.value = re.sub(r":\w+:(`[^`]*`)", r"\1", text)
