@@ -277,7 +277,7 @@ def test_attention_with_products_of_the_users(rng):
         ({"qk_attn_weights_einsum": jnp.einsum}, "must be given together"),
         (
             {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum, "precision": "highest"},
-            "excludes precision",
+            "exclude each other",
         ),
         ({"key": jnp.ones((2, 6, 4, 7)), "value": jnp.ones((2, 6, 4, 7))}, r"query \(2, 6, 4, 8\) and key"),
         ({"value": jnp.ones((2, 5, 4, 8))}, "must agree but for their last axes"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -132,6 +132,25 @@ def contract(
         bias = bias.reshape(*batch, *([1] if batch else []), n)
     out = matmul(x, kernel.reshape(*batch, k, n), bias=bias, activation=activation, **options)
     return out.reshape(*batch, *rows, *features)
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """`[..., tokens, heads, features]` as `[..., heads, tokens, features]`: rows of features stay whole."""
+    return jnp.swapaxes(x, -3, -2)
+
+
+def query_key(query: jax.Array, key: jax.Array, product: Callable[..., jax.Array], **options: Any) -> jax.Array:
+    """`[..., heads, queries, keys]` from `[..., queries, heads, depth]` and `[..., keys, heads, depth]`."""
+    query, key = _heads_first(query), _heads_first(key)
+    batch, last = tuple(range(query.ndim - 2)), (query.ndim - 1,)
+    return product(query, key, ((last, last), (batch, batch)), **options)
+
+
+def weights_value(weights: jax.Array, value: jax.Array, product: Callable[..., jax.Array], **options: Any) -> jax.Array:
+    """`[..., queries, heads, features]` from `[..., heads, queries, keys]` and `[..., keys, heads, features]`."""
+    value, rank = _heads_first(value), weights.ndim
+    batch = tuple(range(rank - 2))
+    return _heads_first(product(weights, value, (((rank - 1,), (rank - 2,)), (batch, batch)), **options))
 
 
 def visible_rows(mask: jax.Array, causal: bool) -> jax.Array:

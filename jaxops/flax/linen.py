@@ -293,7 +293,7 @@ def dot_product_attention_weights(
     query, key = dtypes.promote_dtype(query, key, dtype=dtype)
     options = _Weights(bias, mask, causal, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     einsum = _einsum("einsum", einsum, precision, einsum_dot_general)
-    return _weights(query, key, options, einsum, module, force_fp32_for_softmax, uniform=True)
+    return _weights(query, key, options, einsum, precision, module, force_fp32_for_softmax, uniform=True)
 
 
 class _Weights(NamedTuple):
@@ -313,21 +313,28 @@ class _Weights(NamedTuple):
 
 
 def _einsum(name, einsum, precision, product):
+    """The einsum that the arguments ask for; None: the default products."""
     if einsum and (precision or product):
         raise ValueError(
             f"attention: {name} is given, and precision or einsum_dot_general too; they exclude each other"
         )
-    return einsum or functools.partial(jnp.einsum, precision=precision, _dot_general=product or dot_general)
+    if product:
+        return functools.partial(jnp.einsum, precision=precision, _dot_general=product)
+    return einsum
 
 
-def _weights(query, key, options, einsum, module, force_float32, uniform):
+def _weights(query, key, options, einsum, precision, module, force_float32, uniform):
     if query.ndim != key.ndim or query.shape[:-3] != key.shape[:-3] or query.shape[-2:] != key.shape[-2:]:
         raise ValueError(
             f"attention: query {query.shape} and key {key.shape} must have the same batch axes, heads and depth"
         )
     dtype = query.dtype
+    if einsum:
+        logits = einsum("...qhd,...khd->...hqk", query, key)
+    else:
+        logits = _layers.query_key(query, key, dot_general, precision=precision)
     weights = _layers.attention_weights(
-        einsum("...qhd,...khd->...hqk", query, key),
+        logits,
         options.bias,
         options.mask,
         scale=query.shape[-1] ** -0.5,
@@ -408,8 +415,11 @@ def dot_product_attention(
         causal, mask = True, None
     options = _Weights(bias, mask, causal, broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     uniform = module is not None or options.drops  # the weights themselves are looked at
-    weights = _weights(query, key, options, qk, module, force_fp32_for_softmax, uniform)
-    out = mix("...hqk,...khd->...qhd", weights, value)
+    weights = _weights(query, key, options, qk, precision, module, force_fp32_for_softmax, uniform)
+    if mix:
+        out = mix("...hqk,...khd->...qhd", weights, value)
+    else:
+        out = _layers.weights_value(weights, value, dot_general, precision=precision)
     return out if uniform else _layers.restore_rows(out, value, mask, causal)
 
 

@@ -264,14 +264,15 @@ def dot_product_attention(
         raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree but for their last axes")
     weighted = module is not None or dropout_rate > 0  # Flax then keeps logits in the dtype of the computation
     wide = None if weighted else jnp.promote_types(query.dtype, jnp.float32)
-    einsum = functools.partial(jnp.einsum, precision=precision if weighted else None, _dot_general=dot_general)
+    precision = precision if weighted else None
+    einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=dot_general)
     batch, (queries, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
     if heads != groups:
         grouped = query.reshape(*batch, queries, groups, heads // groups, query.shape[-1])
         logits = einsum("...qhgd,...khd->...hgqk", grouped, key, preferred_element_type=wide)
         logits = logits.reshape(*batch, heads, queries, keys)
     else:
-        logits = einsum("...qhd,...khd->...hqk", query, key, preferred_element_type=wide)
+        logits = _layers.query_key(query, key, dot_general, precision=precision, preferred_element_type=wide)
     uniform = module is not None or drops  # the weights themselves are looked at
     weights = _layers.attention_weights(
         logits,
@@ -291,7 +292,7 @@ def dot_product_attention(
         out = einsum("...hgqk,...khd->...qhgd", weights, value)
         out = out.reshape(*batch, queries, heads, value.shape[-1])
     else:
-        out = einsum("...hqk,...khd->...qhd", weights, value)
+        out = _layers.weights_value(weights, value, dot_general, precision=precision)
     return out if uniform else _layers.restore_rows(out, value, mask, is_causal)
 
 
