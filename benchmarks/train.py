@@ -42,6 +42,7 @@ class Size:
 
 SIZES = (Size(12, 768), Size(12, 1024), Size(2, 4096))
 QUICK = (Size(2, 128, length=64, batch=2, vocabulary=512),)
+CPU_SIZES = (Size(2, 256, length=256, batch=2, vocabulary=4096),)
 
 
 class Block(nn.Module):
@@ -199,7 +200,8 @@ def run(settings: harness.Settings) -> bool:
     for heading in ("ms", "tokens/s", "ratio to Flax", "losses of the first steps"):
         shown.add_column(heading, justify="right")
     failures: list[tuple[Size, Any]] = []
-    sizes = [size for size in (QUICK if settings.quick else SIZES) if settings.only in size.label]
+    all_sizes = QUICK if settings.quick else SIZES if jax.default_backend() == "gpu" else CPU_SIZES
+    sizes = [size for size in all_sizes if settings.only in size.label]
     for size in settings.bar(sizes, lambda size: size.label):
         try:
             measured = _measure(size, settings)

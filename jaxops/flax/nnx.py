@@ -309,7 +309,7 @@ def dot_product_attention_with_rope(
 
     Args:
       query, key, value: as in `dot_product_attention`.
-      rope: a `flax.nnx.RoPE`, applied to query and key.
+      rope: a `flax.nnx.RoPE`, or a function like it of `[..., tokens, depth]` and positions; for query and key.
       input_positions: `[tokens]`; by default 0, 1, ...
       **options: as in `dot_product_attention`.
 
@@ -318,10 +318,9 @@ def dot_product_attention_with_rope(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from flax import nnx
       >>> from jaxops.flax import nnx as fast
       >>> x = jnp.ones((3, 1, 4))
-      >>> fast.dot_product_attention_with_rope(x, x, x, rope=nnx.RoPE()).shape
+      >>> fast.dot_product_attention_with_rope(x, x, x, rope=lambda x, positions: -x).shape
       (3, 1, 4)
     """
     rotate = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
