@@ -1,4 +1,4 @@
-# make build | test | matrix | demo | bench OP=softmax | sanitize-gpu | fmt | lint
+# make build | test | matrix | demo | bench OP=softmax | sanitize-gpu | docs | wheel | fmt | lint
 # PYTHON chooses the interpreter (3.11 or newer), JAX a version of jax (0.10.0, 0.11.2, ...; default: the newest
 # supported one); each pair gets an environment of its own. CUDA=OFF leaves the GPU half out. ARGS is handed to the demo,
 # the tests and the benchmarks.
@@ -16,7 +16,7 @@ python := $(VENV)/bin/python
 jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
 headers := build/ffi_headers
 
-.PHONY: build test matrix demo bench sanitize-gpu fmt lint clean
+.PHONY: build test matrix demo bench sanitize-gpu docs wheel fmt lint clean
 .DEFAULT_GOAL := build
 
 $(VENV)/ready: pyproject.toml
@@ -59,6 +59,19 @@ sanitize-gpu: build
 	    $(python) -m pytest -q tests/test_softmax.py tests/test_norm.py tests/test_logits.py \
 	    -k "$$kind and not float64" $(ARGS) || exit 1; \
 	done; done
+
+# The site, in build/site; its code is run by the tests.
+docs: $(VENV)/ready
+	$(python) -m pip install --quiet $$($(python) tools/requirements.py docs)
+	$(python) -m mkdocs build
+
+# Wheels and the source distribution, in dist. make wheel WHEEL_PYTHONS='python3.11 python3.12' builds both wheels: one
+# for 3.11 and one for all later.
+WHEEL_PYTHONS ?= $(PYTHON)
+wheel:
+	for python in $(WHEEL_PYTHONS); do \
+	  CUDA='$(CUDA)' CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)' tools/wheel.sh $$python || exit 1; \
+	done
 
 cxx_sources = $(shell find ffi -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import jax
 
 import jaxops
-from benchmarks import calls, harness, matmul, rows
+from benchmarks import calls, harness, matmul, rows, train
 
-# Calls first: the kernel clock leaves CUPTI attached, which would slow them down.
-OPS = ("calls", *rows.OPS, "matmul")
+# By the host's clock first: the kernel clock leaves CUPTI attached, which would slow them down.
+BY_HOST = {"calls": calls.run, "train": train.run}
+OPS = (*BY_HOST, *rows.OPS, "matmul")
 
 
 def _arguments(argv):
@@ -29,7 +30,7 @@ def _arguments(argv):
         nargs="+",
         choices=tuple(harness.TOLERANCES),
         default=["bfloat16", "float32"],
-        help="dtypes of the operands; by default bfloat16 and float32; calls is always float32",
+        help="dtypes of the operands; by default bfloat16 and float32; calls is always float32, train bfloat16",
     )
     parser.add_argument(
         "--seconds", type=float, help="seconds of timing a measurement, without compilation (default 0.5, quick 0.05)"
@@ -65,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings.console.print(f"jaxops {jaxops.__version__}, jax {jax.__version__}, {harness.device_name()}")
     selected = OPS if arguments.op == "all" else (arguments.op,)
     succeeded = True
-    if "calls" in selected:
-        succeeded &= calls.run(settings)
-    timed = [op for op in selected if op != "calls"]
+    for op in (op for op in selected if op in BY_HOST):
+        succeeded &= BY_HOST[op](settings)
+    timed = [op for op in selected if op not in BY_HOST]
     if timed:
         clock, what = harness.find_clock()
         settings.console.print(f"timing: {what}", markup=False)

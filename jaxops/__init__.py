@@ -1,7 +1,9 @@
 """jaxops: softmax, log_softmax, layer_norm, rms_norm and matmul for JAX, on CPU and CUDA kernels of their own."""
 
 from jaxops import _load
+from jaxops._explain import Explanation, explain
 from jaxops._kernel import FallbackWarning, disabled_checks
+from jaxops._patch import patch_jax_nn
 from jaxops._version import __version__
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
@@ -14,14 +16,17 @@ from jaxops import checkpoint_policies  # isort: skip  (it knows the kernels tha
 _load.register()
 
 __all__ = [
+    "Explanation",
     "FallbackWarning",
     "__version__",
     "checkpoint_policies",
     "disabled_checks",
     "dot_general",
+    "explain",
     "layer_norm",
     "log_softmax",
     "matmul",
+    "patch_jax_nn",
     "rms_norm",
     "softmax",
 ]

@@ -168,6 +168,13 @@ class Kernel:
             for x, g in zip(operands, found, strict=True)
         ]
 
+    def explain(self, *operands: ShapedArray, **params: Any) -> str:
+        """A call in one line, for jaxops.explain: its parameters; a kernel that chooses can say what."""
+        del operands
+        groups = (value._asdict() if hasattr(value, "_asdict") else {name: value} for name, value in params.items())
+        shown = [(name, getattr(value, "name", value)) for group in groups for name, value in group.items()]
+        return ", ".join(f"{name}={value}" for name, value in shown if value not in ((), None, False, -1))
+
     abstract: Callable[..., list[ShapedArray]]
     layout: Callable[..., Layout]
     call_target: Callable[..., list[jax.Array]]

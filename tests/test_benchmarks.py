@@ -74,6 +74,27 @@ def test_calls(load, tmp_path):
     assert float(rows[0]["ceiling"]) > 0
 
 
+def test_train(bench, capsys):
+    rows = bench("train", file="train")
+    assert [row["direction"] for row in rows] == [
+        "swapped",
+        "swapped, XLA's products",
+        "fused",
+        "fused, XLA's products",
+    ]
+    assert {row["unit"] for row in rows} == {"tokens/s"}
+    assert "2 layers of 128" in capsys.readouterr().out
+
+
+def test_trained_models_are_one(load):
+    train = load("train")
+    size = train.Size(1, 64, length=6, batch=2, vocabulary=11)
+    tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 11)
+    models = train.contenders(size)
+    shapes = [jax.eval_shape(model.init, jax.random.key(0), tokens) for model in models.values()]
+    assert all(shape == shapes[0] for shape in shapes)
+
+
 def test_every_shape_list_makes_tasks(load, tmp_path, monkeypatch):
     """Shapes, labels and amounts of work of the lists for both kinds of device; nothing is run."""
     harness, rows, matmul = load("harness"), load("rows"), load("matmul")

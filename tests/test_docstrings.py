@@ -2,19 +2,29 @@
 
 import doctest
 import inspect
+import re
 
 import jax
 import pytest
 
 import jaxops
+from jaxops.flax import linen, nnx
 
-FUNCTIONS = [name for name in jaxops.__all__ if inspect.isfunction(getattr(jaxops, name))]
+OBJECTS = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (jaxops, linen, nnx)
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name)) or (module is not jaxops and name not in ("SwapReport",))
+}
+#: Aliases, whose docstrings refer to the original.
+del OBJECTS["jaxops.flax.linen.MultiHeadAttention"]
+FUNCTIONS = [name for name, value in OBJECTS.items() if inspect.isfunction(value)]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", OBJECTS)
 def test_examples(name):
     """On the CPU, whose digits the docstrings show."""
-    tests = [t for t in doctest.DocTestFinder().find(getattr(jaxops, name), name, globs={}) if t.examples]
+    tests = [t for t in doctest.DocTestFinder(recurse=False).find(OBJECTS[name], name, globs={}) if t.examples]
     assert tests, f"{name} has no example"
     report = []
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -26,7 +36,6 @@ def test_examples(name):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_argument_is_described(name):
-    function = getattr(jaxops, name)
-    described = inspect.getdoc(function).split("Args:")[1].split("Returns:")[0]
-    for parameter in inspect.signature(function).parameters:
-        assert f"\n  {parameter}: " in described, parameter
+    described = re.split("Returns:|Yields:|Example:", inspect.getdoc(OBJECTS[name]).split("Args:")[1])[0]
+    for parameter in inspect.signature(OBJECTS[name]).parameters:
+        assert re.search(rf"^  ([*\w]+, )*\**{parameter}(, [*\w]+)*: ", described, re.MULTILINE), parameter

@@ -1,0 +1,187 @@
+"""Which kernels a function runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from jaxops._kernel import HANDLERS, KERNELS
+
+_PREFIX = "jaxops_"
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """One call of a kernel in a function.
+
+    Attributes:
+      kernel: the kernel's name, as in HLO's custom-call targets without prefix and version.
+      scope: the `jax.named_scope` names around the call, and the transformations.
+      operands, results: shapes and dtypes, `bf16[8,128]`.
+      times: how often a call of the function runs it; None if a `while` loop decides.
+      runs_on: "jaxops", or "XLA" if this platform has no such kernel.
+      detail: what the kernel says of the call: its parameters, the placement or tile that it chooses.
+      bytes: the operands' and results' sizes together: the fewest bytes that one run moves.
+      flops: multiplications and additions of one run of a matrix product; 0 for others.
+    """
+
+    kernel: str
+    scope: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    times: int | None
+    runs_on: str
+    detail: str
+    bytes: int
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; printed as a table.
+
+    Attributes:
+      platform: "cpu", "cuda" or another that JAX lowers for.
+      calls: the calls of jaxops' kernels, in the order of the program.
+      xla_products: how many dot_general of XLA's own the program has besides.
+    """
+
+    platform: str
+    calls: tuple[KernelCall, ...]
+    xla_products: int
+
+    @property
+    def bytes(self) -> int:
+        """Of all calls together, those in `while` loops counted once."""
+        return sum(call.bytes * (call.times or 1) for call in self.calls)
+
+    @property
+    def flops(self) -> int:
+        """Of all calls together, those in `while` loops counted once."""
+        return sum(call.flops * (call.times or 1) for call in self.calls)
+
+    def __str__(self) -> str:
+        rows = [("kernel", "times", "runs on", "operands -> results", "bytes", "flops", "call")]
+        for call in self.calls:
+            times = "loop" if call.times is None else str(call.times)
+            arrays = f"{' '.join(call.operands)} -> {' '.join(call.results)}"
+            work = _quantity(call.bytes), _quantity(call.flops) if call.flops else ""
+            note = " ".join(part for part in (call.detail, f"@{call.scope}" if call.scope else "") if part)
+            rows.append((call.kernel, times, call.runs_on, arrays, *work, note))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        products = f"{self.xla_products} dot_general of XLA's own besides" if self.xla_products else ""
+        total = f"{len(self.calls)} calls on {self.platform}: {_quantity(self.bytes)}B, {_quantity(self.flops)}FLOP"
+        return "\n".join([*lines, ", ".join(part for part in (total, products) if part)])
+
+    __repr__ = __str__
+
+
+def _quantity(number: int) -> str:
+    """Three digits and a decimal prefix."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}"
+    return f"{number} "
+
+
+def _array(aval: Any) -> str:
+    name = aval.dtype.name.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "i")
+    return f"{name}[{','.join(map(str, aval.shape))}]"
+
+
+def _jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, Jaxpr):
+                yield item
+
+
+def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEqn, int | None, str]]:
+    """The equations without inner programs, with how often they run and the names around them."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        stack = str(equation.source_info.name_stack)
+        here = "/".join(part for part in (scope, stack) if part)
+        inner = list(_jaxprs(equation))
+        if name.startswith(_PREFIX) or not inner:
+            yield equation, times, here
+            continue
+        if name == "scan":
+            times_inside = None if times is None else times * equation.params["length"]
+        else:
+            times_inside = None if name == "while" else times
+        for program in inner:
+            yield from _walk(program, times_inside, here)
+
+
+def _flops(kernel: str, avals: list[Any], results: list[Any]) -> int:
+    """2 m n k of a matrix product [..., m, k] x [..., k, n], either of them transposed."""
+    if not kernel.startswith("matmul"):
+        return 0
+    left, out = avals[0], results[0]
+    depth = math.prod(left.shape[-2:]) // max(out.shape[-2], 1)
+    return 2 * math.prod(out.shape) * depth
+
+
+def explain(function: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
+    """Which of jaxops' kernels a function runs, with shapes, and the bytes and operations that they need at least.
+
+    The function is traced, not run; calls inside jit, scan, remat and the like count, and those of `jax.grad` of a
+    function: `jaxops.explain(jax.grad(loss), x)`. Both branches of a `cond` are listed.
+
+    Args:
+      function: a function of arrays, jitted or not.
+      *args: its arguments; arrays or `jax.ShapeDtypeStruct`.
+      platform: "cpu", "cuda" or another that JAX lowers for; by default that of the default device.
+      **kwargs: its keyword arguments.
+
+    Returns:
+      An :class:`Explanation`, which prints as a table.
+
+    Raises:
+      TypeError: `function` is not callable; whatever tracing it raises.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxops
+      >>> found = jaxops.explain(jax.jit(jaxops.matmul), jnp.ones((8, 4)), jnp.ones((4, 2)), platform="cuda")
+      >>> [(call.kernel, call.operands, call.results, call.flops) for call in found.calls]
+      [('matmul', ('f32[8,4]', 'f32[4,2]'), ('f32[8,2]',), 128)]
+    """
+    if not callable(function):
+        raise TypeError(f"explain: function must be callable, got {type(function).__name__}")
+    if platform is None:
+        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    # A function of its own: what was traced before may have been traced under other settings.
+    jaxpr = jax.make_jaxpr(lambda *args, **kwargs: function(*args, **kwargs))(*args, **kwargs).jaxpr
+    calls, products = [], 0
+    for equation, times, scope in _walk(jaxpr, 1, ""):
+        name = equation.primitive.name
+        products += name == "dot_general"
+        if not name.startswith(_PREFIX):
+            continue
+        name = name.removeprefix(_PREFIX)
+        avals, results = ([variable.aval for variable in side] for side in (equation.invars, equation.outvars))
+        available = name in HANDLERS.get(platform, ()) and all(math.prod(aval.shape) for aval in avals)
+        kernel = KERNELS.get(name)
+        calls.append(
+            KernelCall(
+                kernel=name,
+                scope=scope,
+                operands=tuple(map(_array, avals)),
+                results=tuple(map(_array, results)),
+                times=times,
+                runs_on="jaxops" if available else "XLA",
+                detail="" if kernel is None else kernel.explain(*avals, **equation.params),
+                bytes=sum(aval.dtype.itemsize * math.prod(aval.shape) for aval in (*avals, *results)),
+                flops=_flops(name, avals, results),
+            )
+        )
+    return Explanation(platform, tuple(calls), products)

@@ -1,0 +1,221 @@
+"""What the linen and the nnx layers have in common, as functions of arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxops.ops.layer_norm import layer_norm
+from jaxops.ops.matmul import dot_general, matmul
+from jaxops.ops.rms_norm import rms_norm
+from jaxops.ops.softmax import softmax
+
+
+def canonical_axes(axes: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """The axes as ascending, non-negative integers, each once, as Flax counts them."""
+    return tuple(sorted({a % rank for a in ((axes,) if isinstance(axes, int) else axes)}))
+
+
+def why_no_norm(layer: Any) -> str | None:
+    """Why a normalisation layer, of linen or nnx, has no kernel with its attributes; None: it has one."""
+    if layer.axis_name is not None:
+        return f"statistics over the mesh axis {layer.axis_name!r} have no kernel"
+    if isinstance(layer.epsilon, jax.core.Tracer):
+        return "a traced epsilon has no kernel"
+    return None
+
+
+def why_no_norm_of(x: jax.Array, *parameters: jax.Array | None) -> str | None:
+    """Why arrays of such dtypes have no normalisation kernel; None: they have one."""
+    for value in (x, *parameters):
+        if value is not None and jnp.iscomplexobj(value):
+            return f"there is no kernel for {value.dtype}"
+    return None
+
+
+def normalise(
+    x: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    centred: bool,
+    reduction_axes: int | Sequence[int],
+    feature_axes: int | Sequence[int],
+    epsilon: float,
+    dtype: Any,
+    residual: jax.Array | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Flax's normalisation: statistics over the reduction axes, scale and bias along the feature axes.
+
+    Args:
+      x: real array.
+      scale, bias: of the shape of x's feature axes, in ascending order.
+      mask: which positions count in the statistics; broadcasts to x's shape. Only where centred.
+      centred: LayerNorm, else RMSNorm.
+      dtype: that of the result.
+      residual: added to x first; the result is then the pair of the normalised sum and the sum.
+    """
+    reduced, features = (canonical_axes(axes, x.ndim) for axes in (reduction_axes, feature_axes))
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    options = {"axis": reduced, "epsilon": epsilon, "residual": residual}
+    if mask is not None:
+        options["where"] = jnp.asarray(mask, bool)
+
+    def run(scale, bias, dtype):
+        if centred:
+            return layer_norm(x, scale, bias, dtype=dtype, **options)
+        return rms_norm(x, scale, dtype=dtype, **options)
+
+    if set(features) <= set(reduced):
+        shape = [x.shape[a] for a in reduced]
+        expanded = [x.shape[a] if a in features else 1 for a in reduced]
+        inside = (None if v is None else jnp.broadcast_to(v.reshape(expanded), shape) for v in (scale, bias))
+        return run(*inside, dtype)
+    # One parameter for several rows: outside the kernel.
+    wide = jnp.promote_types(jnp.result_type(*(v for v in (x, scale, bias) if v is not None)), jnp.float32)
+    y = run(None, None, wide)
+    y, *total = y if residual is not None else (y,)
+    expanded = [x.shape[a] if a in features else 1 for a in range(x.ndim)]
+    y = y if scale is None else y * scale.reshape(expanded)
+    y = y if bias is None else y + bias.reshape(expanded)
+    y = y.astype(dtype)
+    return (y, *total) if total else y
+
+
+def contract(
+    inputs: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    *,
+    axes: Sequence[int],
+    batch_axes: Sequence[int] = (),
+    activation: str | None = None,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """activation(inputs kernel + bias), by one kernel.
+
+    Args:
+      inputs: array whose `axes` are contracted with the kernel's axes behind the batch axes.
+      kernel: `[*batch, *contracted, *features]`.
+      bias: `[*batch, *features]`.
+      axes, batch_axes: ascending, non-negative; the batch axes are the first ones.
+      activation: as in jaxops.matmul; only for one contracted axis, the last, and one axis of features.
+
+    Returns:
+      `[*batch, *the other axes of inputs, *features]`.
+    """
+    batch = [inputs.shape[a] for a in batch_axes]
+    free = [a for a in range(inputs.ndim) if a not in axes and a not in batch_axes]
+    features = kernel.shape[len(batch) + len(axes) :]
+    if preferred_element_type is None and bias is not None:  # a wider bias widens the result
+        preferred_element_type = jnp.result_type(inputs, kernel, bias)
+    options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    if out_sharding is not None and (batch or len(axes) > 1 or len(features) > 1 or axes[0] != inputs.ndim - 1):
+        # The sharding is of the result's shape, which only dot_general has.
+        batch_numbers, kernel_axes = tuple(batch_axes), tuple(range(len(batch), len(batch) + len(axes)))
+        out = dot_general(inputs, kernel, ((tuple(axes), kernel_axes), (batch_numbers, batch_numbers)), **options)
+        return out if bias is None else out + bias.reshape(*batch, *(1 for _ in free), *features)
+    order = (*batch_axes, *free, *axes)
+    x = inputs if order == tuple(range(inputs.ndim)) else jnp.transpose(inputs, order)
+    rows = [inputs.shape[a] for a in free]
+    k, n = math.prod(inputs.shape[a] for a in axes), math.prod(features)
+    x = x.reshape(*batch, *([math.prod(rows)] if batch else rows), k)
+    if bias is not None:
+        bias = bias.reshape(*batch, *([1] if batch else []), n)
+    out = matmul(x, kernel.reshape(*batch, k, n), bias=bias, activation=activation, **options)
+    return out.reshape(*batch, *rows, *features)
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """`[..., tokens, heads, features]` as `[..., heads, tokens, features]`: rows of features stay whole."""
+    return jnp.swapaxes(x, -3, -2)
+
+
+def query_key(query: jax.Array, key: jax.Array, product: Callable[..., jax.Array], **options: Any) -> jax.Array:
+    """`[..., heads, queries, keys]` from `[..., queries, heads, depth]` and `[..., keys, heads, depth]`."""
+    query, key = _heads_first(query), _heads_first(key)
+    batch, last = tuple(range(query.ndim - 2)), (query.ndim - 1,)
+    return product(query, key, ((last, last), (batch, batch)), **options)
+
+
+def weights_value(weights: jax.Array, value: jax.Array, product: Callable[..., jax.Array], **options: Any) -> jax.Array:
+    """`[..., queries, heads, features]` from `[..., heads, queries, keys]` and `[..., keys, heads, features]`."""
+    value, rank = _heads_first(value), weights.ndim
+    batch = tuple(range(rank - 2))
+    return _heads_first(product(weights, value, (((rank - 1,), (rank - 2,)), (batch, batch)), **options))
+
+
+def visible_rows(mask: jax.Array, causal: bool) -> jax.Array:
+    """`[..., queries, 1]`: which queries see a key at all."""
+    if causal:
+        mask = mask & jnp.tril(jnp.ones(mask.shape[-2:], bool))
+    return jnp.any(mask, axis=-1, keepdims=True)
+
+
+def attention_weights(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    scale: float,
+    causal: bool,
+    dtype: Any,
+    uniform: bool = True,
+) -> jax.Array:
+    """softmax(logits scale + bias) over the keys that the mask lets through.
+
+    Args:
+      logits: `[..., heads, queries, keys]`.
+      mask: boolean, broadcasts to the shape of the logits.
+      uniform: a query that sees no key has equal weights, as in Flax; else weights of 0 (see `restore_rows`).
+    """
+    if mask is not None:
+        mask = jnp.asarray(mask).astype(bool)
+        mask = mask.reshape((1,) * (logits.ndim - mask.ndim) + mask.shape)
+    weights = softmax(logits, scale=scale, bias=bias, where=mask, causal=causal, dtype=dtype)
+    if mask is None or not uniform:
+        return weights
+    full = jnp.broadcast_to(mask, (*mask.shape[:-2], *logits.shape[-2:]))
+    return jnp.where(visible_rows(full, causal), weights, jnp.asarray(1 / logits.shape[-1], weights.dtype))
+
+
+def restore_rows(out: jax.Array, value: jax.Array, mask: jax.Array | None, causal: bool) -> jax.Array:
+    """What attention with equal weights gives, in the rows of `out` whose query sees no key.
+
+    Args:
+      out: `[..., queries, heads, features]`, from weights of 0 in such rows.
+      value: `[..., keys, heads, features]`.
+      mask: as in `attention_weights`.
+    """
+    if mask is None:
+        return out
+    mask = jnp.asarray(mask).astype(bool)
+    mask = mask.reshape((1,) * (out.ndim - mask.ndim) + mask.shape)
+    full = jnp.broadcast_to(mask, (*mask.shape[:-2], out.shape[-3], value.shape[-3]))
+    seen = jnp.swapaxes(visible_rows(full, causal), -3, -2)
+    mean = jnp.mean(value, axis=-3, keepdims=True, dtype=jnp.promote_types(value.dtype, jnp.float32))
+    mean = jnp.repeat(mean, out.shape[-2] // value.shape[-2], axis=-2)
+    return jnp.where(seen, out, mean.astype(out.dtype))
+
+
+def drop(
+    weights: jax.Array, rng: jax.Array | None, rate: float, broadcast: bool, leading: int, dtype: Any
+) -> jax.Array:
+    """Dropout of attention weights with the random bits that Flax draws.
+
+    Args:
+      weights: `[..., heads, queries, keys]`.
+      broadcast: drop the same entries in every batch and head.
+      leading: by how many axes of size 1 the drawn mask then has.
+    """
+    shape = (1,) * leading + weights.shape[-2:] if broadcast else weights.shape
+    kept = jax.random.bernoulli(rng, 1 - rate, shape)
+    return weights * (kept.astype(dtype) / jnp.asarray(1 - rate, dtype))

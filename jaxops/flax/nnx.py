@@ -1,0 +1,456 @@
+"""flax.nnx's layers on jaxops' kernels, and `swap`, which puts them into an existing nnx model.
+
+Every layer is a subclass of Flax's: constructors, attributes, variables with their metadata, and result dtypes are
+Flax's, and checkpoints fit both ways. What a layer has no kernel for it computes as Flax does, with a
+:class:`jaxops.FallbackWarning`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from jaxops._kernel import warn_fallback
+from jaxops.flax import _layers
+from jaxops.flax._report import SwapReport
+from jaxops.ops.matmul import dot_general
+
+__all__ = [
+    "LayerNorm",
+    "Linear",
+    "LinearGeneral",
+    "MultiHeadAttention",
+    "RMSNorm",
+    "SwapReport",
+    "dot_product_attention",
+    "dot_product_attention_with_rope",
+    "swap",
+]
+
+_Model = TypeVar("_Model", bound=nnx.Module)
+
+
+# Normalisation
+
+
+def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nnx.Module], residual: Any) -> Any:
+    given = (layer.scale, layer.bias if centred else None)
+    scale, bias = (value[...] if value else None for value in given)
+    why = _layers.why_no_norm(layer) or _layers.why_no_norm_of(x, scale, bias)
+    if not centred and mask is not None:
+        why = why or "a mask has no kernel"
+    if why:
+        warn_fallback(flax.__name__, why)
+        total = x if residual is None else x + residual
+        y = flax.__call__(layer, total, mask=mask)
+        return y if residual is None else (y, total)
+    x = jnp.asarray(x)
+    arrays = (x, scale, bias) if centred else (x, scale)
+    promoted, *parameters = layer.promote_dtype(arrays, dtype=layer.dtype)
+    if layer.promote_dtype is not dtypes.promote_dtype:
+        x = promoted  # else the kernel reads x as it is: the result is the nearer one
+    return _layers.normalise(
+        x,
+        *(parameters if centred else (*parameters, None)),
+        mask,
+        centred=centred,
+        reduction_axes=layer.reduction_axes,
+        feature_axes=layer.feature_axes,
+        epsilon=layer.epsilon,
+        dtype=dtypes.canonicalize_dtype(promoted, *parameters, dtype=layer.dtype),
+        residual=residual,
+    )
+
+
+class LayerNorm(nnx.LayerNorm):
+    """:class:`flax.nnx.LayerNorm` on :func:`jaxops.layer_norm`: the same arguments, variables and results.
+
+    The variance is always the stable one, whatever `use_fast_variance` says. Statistics over a mesh axis (`axis_name`)
+    are Flax's own, with a warning.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as fast
+      >>> fast.LayerNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([1.0, 3.0])).round(3)
+      Array([-1.,  1.], dtype=float32)
+    """
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
+        """Normalises x; the statistics count the positions where `mask`, which broadcasts to x's shape, is true.
+
+        With `residual`, an array of x's shape, the result is the pair of the normalised sum and the sum.
+        """
+        return _normalise(self, x, mask, True, nnx.LayerNorm, residual)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """:class:`flax.nnx.RMSNorm` on :func:`jaxops.rms_norm`: the same arguments, variables and results.
+
+    A call with a mask, and statistics over a mesh axis (`axis_name`), are Flax's own, with a warning.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as fast
+      >>> fast.RMSNorm(2, epsilon=0.0, rngs=nnx.Rngs(0))(jnp.array([3.0, 4.0]))
+      Array([0.84852815, 1.1313709 ], dtype=float32)
+    """
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None, *, residual: jax.Array | None = None) -> Any:
+        """Normalises x; a mask is Flax's own.
+
+        With `residual`, an array of x's shape, the result is the pair of the normalised sum and the sum.
+        """
+        return _normalise(self, x, mask, False, nnx.RMSNorm, residual)
+
+
+# Linear layers
+
+
+def _why_no_product(layer: Any) -> str | None:
+    if getattr(layer, "dot_general_cls", None) is not None:
+        return "dot_general_cls= is given"
+    if layer.dot_general not in (None, jax.lax.dot_general):
+        return "dot_general= is given"
+    return None
+
+
+def _product(layer: Any, inputs: jax.Array, axes, batch_axes, activation, out_sharding) -> jax.Array:
+    bias = None if layer.bias is None else layer.bias[...]
+    inputs, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
+    return _layers.contract(
+        inputs,
+        kernel,
+        bias,
+        axes=axes,
+        batch_axes=batch_axes,
+        activation=activation,
+        precision=layer.precision,
+        preferred_element_type=getattr(layer, "preferred_element_type", None),
+        out_sharding=out_sharding,
+    )
+
+
+class Linear(nnx.Linear):
+    """:class:`flax.nnx.Linear` on :func:`jaxops.matmul`, bias and activation in the same kernel.
+
+    Arguments, variables and results are Flax's; the bias is added before the product is rounded. With a
+    `dot_general=` of the user's own it is Flax's layer.
+
+    Args:
+      activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu"; applied to the result.
+      **options: as `flax.nnx.Linear`'s.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as fast
+      >>> ones = jax.nn.initializers.ones
+      >>> fast.Linear(2, 1, kernel_init=ones, activation="relu", rngs=nnx.Rngs(0))(jnp.array([[1.0, 2.0], [1.0, -2.0]]))
+      Array([[3.],
+             [0.]], dtype=float32)
+    """
+
+    activation: str | None = None
+
+    def __init__(self, in_features: int, out_features: int, *, activation: str | None = None, **options: Any):
+        super().__init__(in_features, out_features, **options)
+        self.activation = activation
+        if activation is not None and (why := _why_no_product(self)):
+            raise ValueError(f"Linear: activation={activation!r} is part of the kernel, but {why}")
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """`[..., in_features]` to `[..., out_features]`; with `out_sharding` the product is XLA's."""
+        if _why_no_product(self):
+            return nnx.Linear.__call__(self, inputs, out_sharding)
+        return _product(self, inputs, (inputs.ndim - 1,), (), self.activation, out_sharding)
+
+
+class LinearGeneral(nnx.LinearGeneral):
+    """:class:`flax.nnx.LinearGeneral` on :func:`jaxops.matmul`, the bias in the same kernel.
+
+    Arguments, variables and results are Flax's; the bias is added before the product is rounded. With a
+    `dot_general=` of the user's own it is Flax's layer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as fast
+      >>> fast.LinearGeneral((2, 3), (4, 5), axis=(1, -1), rngs=nnx.Rngs(0))(jnp.ones((16, 2, 3))).shape
+      (16, 4, 5)
+    """
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Contracts the axes `axis`; the features come last."""
+        if _why_no_product(self):
+            return nnx.LinearGeneral.__call__(self, inputs, out_sharding)
+        axes, batch_axes = (tuple(sorted(a % inputs.ndim for a in named)) for named in (self.axis, self.batch_axis))
+        return _product(self, inputs, axes, batch_axes, None, out_sharding)
+
+
+# Attention
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nnx.Module | None = None,
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+    is_causal: bool = False,
+    *,
+    dot_general: Callable[..., jax.Array] = dot_general,
+) -> jax.Array:
+    """:func:`flax.nnx.dot_product_attention` on jaxops, for `MultiHeadAttention(attention_fn=...)`.
+
+    The products run on :func:`jaxops.dot_general`; scaling, bias, mask and softmax are one kernel. Without dropout and
+    `module` the logits are float32, as in Flax. A query that sees no key attends to all equally, as in Flax.
+
+    Args:
+      query: `[batch..., queries, heads, depth]`.
+      key: `[batch..., keys, key heads, depth]`; the number of key heads divides that of heads.
+      value: `[batch..., keys, key heads, features]`.
+      bias: broadcasts to `[batch..., heads, queries, keys]`; added to the scaled logits.
+      mask: broadcasts to the same shape; an entry takes part where it is true.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights, as in Flax, bit by bit.
+      dtype: of the computation; by default the one to which query, key and value promote.
+      precision: of the products with dropout or `module`, as in Flax.
+      module: stores the weights as the intermediate `attention_weights`.
+      promote_dtype: as in Flax.
+      is_causal: query i sees the keys 0 to i, besides `mask`; masked keys are not even read.
+      dot_general: computes both products.
+
+    Returns:
+      `[batch..., queries, heads, features]`.
+
+    Raises:
+      ValueError: shapes or options that do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import nnx as fast
+      >>> x = jnp.arange(4.0).reshape(2, 1, 2)
+      >>> fast.dot_product_attention(x, x, x, is_causal=True)[0]
+      Array([[0., 1.]], dtype=float32)
+    """
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"attention: dropout_rate must be in [0, 1), got {dropout_rate}")
+    drops = not deterministic and dropout_rate > 0
+    if drops and dropout_rng is None:
+        raise ValueError(f"attention: dropout_rate={dropout_rate} needs a dropout_rng, or deterministic=True")
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    heads, groups = query.shape[-2], key.shape[-2]
+    if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1] or heads % groups:
+        raise ValueError(
+            f"attention: query {query.shape} and key {key.shape} must have the same batch axes and depth, "
+            "and the key's heads must divide the query's"
+        )
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree but for their last axes")
+    weighted = module is not None or dropout_rate > 0  # Flax then keeps logits in the dtype of the computation
+    wide = None if weighted else jnp.promote_types(query.dtype, jnp.float32)
+    precision = precision if weighted else None
+    einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=dot_general)
+    batch, (queries, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
+    if heads != groups:
+        grouped = query.reshape(*batch, queries, groups, heads // groups, query.shape[-1])
+        logits = einsum("...qhgd,...khd->...hgqk", grouped, key, preferred_element_type=wide)
+        logits = logits.reshape(*batch, heads, queries, keys)
+    else:
+        logits = _layers.query_key(query, key, dot_general, precision=precision, preferred_element_type=wide)
+    uniform = module is not None or drops  # the weights themselves are looked at
+    weights = _layers.attention_weights(
+        logits,
+        bias,
+        mask,
+        scale=query.shape[-1] ** -0.5,
+        causal=is_causal,
+        dtype=query.dtype,
+        uniform=uniform,
+    )
+    if module:
+        module.sow(nnx.Intermediate, "attention_weights", weights)
+    if drops:
+        weights = _layers.drop(weights, dropout_rng, dropout_rate, broadcast_dropout, key.ndim - 2, query.dtype)
+    if heads != groups:
+        weights = weights.reshape(*batch, groups, heads // groups, queries, keys)
+        out = einsum("...hgqk,...khd->...qhgd", weights, value)
+        out = out.reshape(*batch, queries, heads, value.shape[-1])
+    else:
+        out = _layers.weights_value(weights, value, dot_general, precision=precision)
+    return out if uniform else _layers.restore_rows(out, value, mask, is_causal)
+
+
+def dot_product_attention_with_rope(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    rope: Any,
+    input_positions: jax.Array | None = None,
+    **options,
+) -> jax.Array:
+    """:func:`flax.nnx.dot_product_attention_with_rope` on jaxops.
+
+    Args:
+      query, key, value: as in `dot_product_attention`.
+      rope: a `flax.nnx.RoPE`, or a function like it of `[..., tokens, depth]` and positions; for query and key.
+      input_positions: `[tokens]`; by default 0, 1, ...
+      **options: as in `dot_product_attention`.
+
+    Returns:
+      `[batch..., queries, heads, features]`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxops.flax import nnx as fast
+      >>> x = jnp.ones((3, 1, 4))
+      >>> fast.dot_product_attention_with_rope(x, x, x, rope=lambda x, positions: -x).shape
+      (3, 1, 4)
+    """
+    rotate = jax.vmap(rope, in_axes=(-2, None), out_axes=-2)
+    query, key = (rotate(x, input_positions) for x in (query, key))
+    return dot_product_attention(query, key, value, **options)
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """:class:`flax.nnx.MultiHeadAttention` on jaxops: projections, attention, normalisation of q and k.
+
+    Arguments, variables and results are Flax's; `attention_fn` is :func:`dot_product_attention` of this module.
+
+    Args:
+      *args, attention_fn, **options: as `flax.nnx.MultiHeadAttention`'s.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as fast
+      >>> layer = fast.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 5, 8)), is_causal=True).shape
+      (1, 5, 8)
+    """
+
+    def __init__(self, *args: Any, attention_fn: Callable[..., jax.Array] = dot_product_attention, **options: Any):
+        super().__init__(*args, attention_fn=attention_fn, **options)
+        for child in (self.query, self.key, self.value, self.out, self.query_ln, self.key_ln):
+            if child is not None and _why_not(child) is None:
+                _swap_layer(child)
+
+
+# Whole models
+
+#: Whose `__call__` is replaced by which class's.
+_SWAPS: dict[type, type] = {
+    nnx.LayerNorm: LayerNorm,
+    nnx.RMSNorm: RMSNorm,
+    nnx.Linear: Linear,
+    nnx.LinearGeneral: LinearGeneral,
+    nnx.MultiHeadAttention: MultiHeadAttention,
+}
+
+
+def _own_attention(attention: Callable[..., Any], products: bool = True) -> Callable[..., Any] | None:
+    """jaxops' function for one of Flax's."""
+    options = {} if products else {"dot_general": jax.lax.dot_general}
+    if attention is nnx.dot_product_attention:
+        return functools.partial(dot_product_attention, **options) if options else dot_product_attention
+    rope = getattr(nnx, "dot_product_attention_with_rope", None)  # Flax has it since 0.12.9
+    if isinstance(attention, functools.partial) and rope is not None and attention.func is rope:
+        return functools.partial(dot_product_attention_with_rope, *attention.args, **attention.keywords, **options)
+    return None
+
+
+def _why_not(layer: nnx.Module) -> str | None:
+    """Why a layer of a class in `_SWAPS` stays Flax's."""
+    if isinstance(layer, nnx.LayerNorm | nnx.RMSNorm):
+        return _layers.why_no_norm(layer)
+    if isinstance(layer, nnx.MultiHeadAttention):
+        name = getattr(layer.attention_fn, "__name__", layer.attention_fn)
+        return None if _own_attention(layer.attention_fn) else f"attention_fn= is {name}"
+    return _why_no_product(layer)
+
+
+def _swap_layer(layer: nnx.Module, products: bool = True) -> None:
+    """Makes the layer one of ours: the same object, attributes and variables, another class."""
+    if isinstance(layer, nnx.MultiHeadAttention):
+        layer.attention_fn = _own_attention(layer.attention_fn, products)
+    object.__setattr__(layer, "__class__", _SWAPS[type(layer)])
+
+
+def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_Model, SwapReport]:
+    """The same nnx model running on jaxops.
+
+    Every LayerNorm, RMSNorm, Linear, LinearGeneral and MultiHeadAttention of Flax's becomes jaxops' layer of that name
+    and keeps its variables, so that paths, state, checkpoints and optimisers stay as they are. Layers with a
+    `dot_general` or `attention_fn` of their own, statistics over a mesh axis, and subclasses that may do something else
+    stay as they are. For models that call `jax.nn.softmax` and its like themselves see :func:`jaxops.patch_jax_nn`.
+
+    Args:
+      model: an nnx module.
+      copy: swap in a copy, which has variables of its own; False: in the model itself.
+      products: also swap linear layers and the products of attention; False: leave matrix products to XLA.
+
+    Returns:
+      The swapped model, and the :class:`SwapReport`.
+
+    Raises:
+      TypeError: `model` is not an nnx module.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as fast
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(nnx.Embed(10, 4, rngs=rngs), nnx.RMSNorm(4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs))
+      >>> model, report = fast.swap(model)
+      >>> print(report)
+      2 on jaxops, 1 kept
+      layers/0  kept: jaxops has no Embed (parameters embedding)
+      layers/1  jaxops RMSNorm
+      layers/2  jaxops Linear
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"swap: model must be a flax.nnx module, got {type(model).__name__}; see jaxops.flax.linen.swap"
+        )
+    model = nnx.clone(model) if copy else model
+    report = SwapReport()
+    for path, layer in list(nnx.iter_modules(model)):
+        where = "/".join(map(str, path)) or type(layer).__name__
+        if type(layer) in _SWAPS:
+            why = _why_not(layer)
+            if not products and isinstance(layer, nnx.Linear | nnx.LinearGeneral):
+                why = why or "products=False"
+            if why is None:
+                report.swapped[where] = type(layer).__name__
+                _swap_layer(layer, products)
+            else:
+                report.kept[where] = why
+        elif type(layer).__module__ != __name__ and (own := _own_parameters(layer)):
+            report.kept[where] = f"{_what(layer)} (parameters {', '.join(own)})"
+    return model, report
+
+
+def _what(layer: nnx.Module) -> str:
+    base = next((base for base in _SWAPS if isinstance(layer, base)), None)
+    if base is not None:
+        return f"a subclass of {base.__name__}"
+    return f"jaxops has no {type(layer).__name__}" if type(layer).__module__.startswith("flax.") else "not Flax's"
+
+
+def _own_parameters(layer: nnx.Module) -> list[str]:
+    return sorted(name for name, value in vars(layer).items() if isinstance(value, nnx.Param))

@@ -1,0 +1,89 @@
+"""The cases of the Flax layers, and comparisons that linen and nnx share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+#: Attributes of the normalisations, and the shape of x.
+NORMS = {
+    "defaults": ({}, (3, 7, 16)),
+    "epsilon": ({"epsilon": 0.5}, (4, 16)),
+    "bf16 results": ({"dtype": jnp.bfloat16}, (3, 5, 16)),
+    "f16 parameters": ({"param_dtype": jnp.float16}, (3, 16)),
+    "no scale": ({"use_scale": False}, (3, 16)),
+    "nothing to learn": ({"use_scale": False, "use_bias": False}, (3, 16)),
+    "stable variance": ({"use_fast_variance": False}, (3, 16)),
+    "two axes": ({"reduction_axes": (-2, -1)}, (3, 5, 16)),
+    "first axis": ({"reduction_axes": 0, "feature_axes": 0}, (16, 5)),
+    "one parameter for several rows": ({"reduction_axes": 1, "feature_axes": -1}, (3, 5, 16)),
+}
+
+#: Attributes of the multi-head attention layers, and the keyword arguments of the call, from the mask.
+ATTENTIONS = {
+    "defaults": ({}, lambda mask: {}),
+    "bf16": ({"dtype": jnp.bfloat16}, lambda mask: {"mask": mask}),
+    "masked": ({}, lambda mask: {"mask": mask}),
+    "one mask for all heads": ({}, lambda mask: {"mask": mask[:1, :1]}),
+    "a number a mask": ({}, lambda mask: {"mask": mask.astype(jnp.float32)}),
+    "normalised q and k": ({"normalize_qk": True}, lambda mask: {"mask": mask}),
+    "no bias, other widths": ({"use_bias": False, "qkv_features": 24, "out_features": 12}, lambda mask: {}),
+    "deterministic": ({"dropout_rate": 0.5, "deterministic": True}, lambda mask: {"mask": mask}),
+    "dropout": ({"dropout_rate": 0.5, "deterministic": False}, lambda mask: {"mask": mask}),
+    "dropout by head": (
+        {"dropout_rate": 0.5, "deterministic": False, "broadcast_dropout": False},
+        lambda mask: {"mask": mask},
+    ),
+}
+
+
+def draw(rng, shape, dtype=jnp.float32):
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.asarray(rng.integers(-9, 9, shape), dtype)
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def disturb(rng, tree):
+    """Parameters that are not what they were initialised to."""
+    return jax.tree.map(lambda x: x + jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype), tree)
+
+
+def draw_mask(rng, batch, heads, queries, keys):
+    """A mask of [batch, heads, queries, keys] in which two queries see nothing."""
+    mask = rng.random((batch, heads, queries, keys)) < 0.6
+    mask[0, :, 1] = mask[1, 0, 2] = False
+    return jnp.asarray(mask)
+
+
+def assert_same(got, wanted, ulp=8, rounding=None):
+    """Equal trees: structures, shapes, dtypes, and values up to some ulp of the largest value.
+
+    The largest of each array counts, or a tenth of the largest of all: some gradients are 0 but for rounding.
+
+    Args:
+      rounding: the dtype whose ulp are meant: the coarsest through which the values went; the first array's by default.
+    """
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    largest = max(float(jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0)) for x in jax.tree.leaves(wanted))
+    eps = float(jnp.finfo(rounding or jax.tree.leaves(wanted)[0].dtype).eps)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+        scale = max(np.max(np.abs(theirs), initial=0), 0.1 * largest)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=ulp * eps * scale)
+
+
+def value_and_gradients(function, *arguments):
+    """The result of a function, and its gradients for the floating arguments, from one cotangent."""
+
+    def loss(*arguments):
+        out = function(*arguments)
+        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return jnp.sum(out.astype(jnp.float32) * weights), out
+
+    numbers = tuple(
+        i for i, a in enumerate(arguments) if all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(a))
+    )
+    (_, out), gradients = jax.value_and_grad(loss, argnums=numbers, has_aux=True)(*arguments)
+    return out, gradients

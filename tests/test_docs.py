@@ -1,0 +1,76 @@
+"""The documentation: every block of Python runs, every command exists, and the charts are drawn."""
+
+import ast
+import importlib.util
+import pathlib
+import re
+import shlex
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page, language):
+    """Line numbers and texts of a page's blocks."""
+    text = page.read_text()
+    return [(text[: m.start(2)].count("\n"), m[2]) for m in FENCE.finditer(text) if m[1] == language]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_blocks(page, capsys):
+    """In order, in one namespace a page, as a reader types them."""
+    namespace = {"__name__": "__main__"}
+    for line, block in blocks(page, "python"):
+        tree = ast.increment_lineno(ast.parse(block), line)
+        exec(compile(tree, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands(page):
+    """Commands name targets of the Makefile, files and modules that exist, extras and options of pyproject.toml."""
+    languages = {m[1] for m in FENCE.finditer(page.read_text())}
+    assert languages <= {"python", "bash"}, "what a reader cannot run is no code block"
+    makefile = (ROOT / "Makefile").read_text()
+    extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    for _, block in blocks(page, "bash"):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if not words:
+                continue
+            if words[0] == "make":
+                assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
+            elif words[0] == "python":
+                assert (ROOT / words[1]).is_file(), line
+            else:
+                assert words[:2] == ["pip", "install"], line
+                assert all(extra in extras for extra in re.findall(r"\[([\w-]+)\]", line)), line
+
+
+def test_links():
+    for page in PAGES[:-2]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists() or target.endswith(".svg"), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_site():
+    navigation = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(navigation) == sorted(str(p.relative_to(ROOT / "docs")) for p in PAGES[:-2])
+
+
+def test_charts(tmp_path):
+    specification = importlib.util.spec_from_file_location("charts", ROOT / "tools" / "charts.py")
+    charts = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(charts)
+    drawn = charts.draw_all()
+    for page in PAGES:
+        for name in re.findall(r"charts/(\w+\.svg)", page.read_text()):
+            assert drawn[name].startswith(b"<?xml") and b"jaxops" in drawn[name]
+    columns = "date,jaxops,jax,device,op,direction,shape,dtype,ours,xla,unit,ceiling,ratio,timing\n"
+    rows = [f"2026-01-0{i},1,1,NVIDIA X,a,forward,4x8,bfloat16,{i},1,TB/s,,1,c\n" for i in (1, 2)]
+    (tmp_path / "a.csv").write_text(
+        columns + "".join(rows) + "2026-01-01,1,1,CPU,a,forward,4x8,bfloat16,9,1,TB/s,,1,c\n"
+    )
+    assert [row["ours"] for row in charts.read_rows(tmp_path / "a.csv")] == ["2"]

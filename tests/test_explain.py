@@ -1,0 +1,75 @@
+"""jaxops.explain."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxops
+from jaxops import _kernel
+
+X = jnp.ones((4, 8), jnp.bfloat16)
+W = jax.ShapeDtypeStruct((8, 6), jnp.bfloat16)
+
+
+def network(x, w):
+    with jax.named_scope("head"):
+        return jaxops.softmax(jaxops.matmul(x, w, bias=jnp.ones(6), activation="gelu"), where=jnp.ones(6, bool))
+
+
+def test_calls():
+    found = jaxops.explain(jax.jit(network), X, W, platform="cuda")
+    product, softmax = found.calls
+    assert (product.kernel, softmax.kernel) == ("matmul", "softmax_fwd")
+    assert product.operands == ("bf16[4,8]", "bf16[8,6]", "f32[1,6]")
+    assert product.results == ("bf16[4,6]",)
+    assert product.flops == 2 * 4 * 8 * 6
+    assert product.bytes == 2 * (32 + 48 + 24) + 4 * 6
+    assert "activation=gelu" in product.detail
+    assert "has=('where',)" in softmax.detail
+    assert softmax.bytes == 2 * 24 * 2 + 6
+    assert {call.scope for call in found.calls} == {"head"}
+    assert (found.bytes, found.flops) == (product.bytes + softmax.bytes, product.flops)
+    assert found.xla_products == 0
+
+
+def test_table():
+    lines = str(jaxops.explain(network, X, W)).splitlines()
+    assert lines[0].split() == ["kernel", "times", "runs", "on", "operands", "->", "results", "bytes", "flops", "call"]
+    assert lines[1].startswith("matmul") and "@head" in lines[1]
+    assert lines[-1].startswith(f"2 calls on {'cuda' if jax.default_backend() == 'gpu' else 'cpu'}: 334 B")
+    assert repr(jaxops.explain(jnp.sin, X)).splitlines()[-1].startswith("0 calls")
+
+
+def test_gradients():
+    kernels = [c.kernel for c in jaxops.explain(jax.grad(lambda x: jaxops.softmax(x).sum()), X).calls]
+    assert kernels == ["softmax_fwd", "softmax_bwd"]
+
+
+def test_loops_branches_and_products():
+    def function(x, n):
+        x, _ = jax.lax.scan(lambda c, _: (jax.lax.scan(step, c, None, length=3)[0], None), x, None, length=5)
+        x = jax.lax.fori_loop(0, n, lambda i, c: jaxops.rms_norm(c), x)
+        x = jax.lax.cond(n > 1, jaxops.softmax, jaxops.log_softmax, x)
+        return jax.checkpoint(lambda x: x @ x.T)(x)
+
+    def step(c, _):
+        return jaxops.layer_norm(c), None
+
+    found = jaxops.explain(function, X, 3)
+    times = {call.kernel: call.times for call in found.calls}
+    assert times == {"layer_norm_fwd": 15, "rms_norm_fwd": None, "softmax_fwd": 1, "log_softmax_fwd": 1}
+    assert found.xla_products == 1
+    assert "  loop  " in str(found)
+
+
+def test_where_kernels_run(monkeypatch):
+    assert jaxops.explain(jaxops.softmax, X, platform="cpu").calls[0].runs_on == "jaxops"
+    assert jaxops.explain(jaxops.softmax, X, platform="tpu").calls[0].runs_on == "XLA"
+    assert jaxops.explain(jaxops.softmax, X[:0], platform="cpu").calls[0].runs_on == "XLA"
+    monkeypatch.setattr(_kernel.KERNELS["softmax_fwd"], "explain", lambda x, **params: f"tile for {x.shape}")
+    assert jaxops.explain(jaxops.softmax, X).calls[0].detail == "tile for (4, 8)"
+
+
+def test_only_functions():
+    with pytest.raises(TypeError, match="function must be callable, got int"):
+        jaxops.explain(3)

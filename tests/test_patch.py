@@ -1,0 +1,123 @@
+"""jaxops.patch_jax_nn."""
+
+import threading
+
+import contract
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxops
+from jaxops import _kernel, _patch
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 8)), jnp.float32)
+ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "standardize")}
+MASK = jnp.asarray(np.random.default_rng(1).random((3, 8)) < 0.7).at[:, 0].set(True)
+
+
+def launches(function, *arguments):
+    return contract.count_launches(lambda *xs: function(*xs), *arguments)  # a new function: traced anew
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+@pytest.mark.parametrize("options", [{}, {"axis": 0}, {"axis": (0, 1)}, {"where": MASK}], ids=str)
+def test_functions_run_on_jaxops(name, options):
+    wanted = getattr(jax.nn, name)(X, **options)
+    with jaxops.patch_jax_nn():
+        assert launches(lambda x: getattr(jax.nn, name)(x, **options), X) == 1
+        got = getattr(jax.nn, name)(X, **options)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    assert launches(lambda x: getattr(jax.nn, name)(x, **options), X) == 0
+    assert getattr(jax.nn, name) is ORIGINALS[name]
+
+
+def test_flax_functions_too():
+    calls = []
+    with jaxops.patch_jax_nn(calls.append):
+        for library in (nn, nnx):
+            assert launches(lambda x, library=library: library.softmax(x) + library.log_softmax(x), X) == 2
+    assert calls == ["softmax", "log_softmax"] * 2
+    assert nn.softmax is nnx.softmax is ORIGINALS["softmax"]
+
+
+def test_scopes_nest_and_end_after_errors():
+    with pytest.raises(KeyError), jaxops.patch_jax_nn():
+        with jaxops.patch_jax_nn():
+            assert launches(jax.nn.softmax, X) == 1
+        assert launches(jax.nn.softmax, X) == 1
+        raise KeyError
+    assert {name: getattr(jax.nn, name) for name in ORIGINALS} == ORIGINALS
+
+
+def test_inner_listener():
+    outer, inner = [], []
+    with jaxops.patch_jax_nn(outer.append):
+        with jaxops.patch_jax_nn(inner.append):
+            jax.nn.softmax(X)
+        jax.nn.log_softmax(X)
+    assert (outer, inner) == (["log_softmax"], ["softmax"])
+
+
+def test_replacements_of_others_stay(monkeypatch):
+    """What others put into jax.nn, before or during the scope, is neither replaced nor removed."""
+    monkeypatch.setattr(jax.nn, "softmax", lambda x: "before")
+    with jaxops.patch_jax_nn():
+        assert jax.nn.softmax(X) == "before"
+        monkeypatch.setattr(jax.nn, "log_softmax", lambda x: "during")
+    assert jax.nn.log_softmax(X) == "during"
+
+
+def test_other_threads_keep_jax_nn():
+    found = []
+    entered, looked = threading.Event(), threading.Event()
+
+    def other():
+        entered.wait(10)
+        found.append(launches(jax.nn.softmax, X))
+        looked.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with jaxops.patch_jax_nn():
+        entered.set()
+        assert looked.wait(60)
+    thread.join()
+    assert found == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("softmax", (X + 1j,)),
+        ("standardize", (X, -1, X.mean(-1, keepdims=True))),
+        ("standardize", (X, -1, None, X.var(-1, keepdims=True))),
+    ],
+    ids=["complex", "given mean", "given variance"],
+)
+def test_what_stays_with_jax_nn(name, arguments):
+    wanted = ORIGINALS[name](*arguments)
+    with jaxops.patch_jax_nn():
+        assert launches(lambda: getattr(jax.nn, name)(*arguments)) == 0
+        np.testing.assert_array_equal(getattr(jax.nn, name)(*arguments), wanted)
+
+
+def test_errors_are_those_of_jax_nn():
+    with jaxops.patch_jax_nn(), pytest.raises(TypeError, match="requires ndarray or scalar arguments, got"):
+        jax.nn.softmax([1.0, 2.0])
+
+
+def test_plain_forms_do_not_come_back(monkeypatch):
+    """A kernel's plain form uses jax.nn itself, also when it is traced within a scope."""
+    monkeypatch.setattr(_kernel, "_said", set())
+    with jaxops.patch_jax_nn(), pytest.warns(jaxops.FallbackWarning, match="this platform"):
+        assert jax.nn.softmax(jnp.zeros((0, 3))).shape == (0, 3)
+        text = jax.jit(jax.nn.softmax).trace(X).lower(lowering_platforms=("tpu",)).as_text()
+    assert "stablehlo.exponential" in text
+
+
+def test_nothing_is_left_behind():
+    assert not _patch._PATCH._replaced
+    assert not _patch._PATCH._open

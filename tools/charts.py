@@ -1,0 +1,108 @@
+"""Draws benchmarks/results/*.csv for the documentation; mkdocs calls `on_files` (see mkdocs.yml)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+matplotlib.rcParams.update({"svg.hashsalt": "jaxops", "svg.fonttype": "none", "font.family": "sans-serif"})
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+#: Columns of the CSV files that are drawn: label, style.
+LINES = {
+    "ceiling": ("most that the device does", {"color": "0.7", "linestyle": ":"}),
+    "xla": ("XLA", {"color": "tab:orange", "marker": "s", "markersize": 4}),
+    "ours": ("jaxops", {"color": "tab:blue", "marker": "o", "markersize": 4}),
+}
+
+
+def read_rows(path: Path, device: str = "NVIDIA") -> list[dict[str, str]]:
+    """The last row of every measurement on such a device."""
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["device"].startswith(device)]
+    return list({(row["direction"], row["shape"], row["dtype"]): row for row in rows}.values())
+
+
+def _svg(figure: Figure, rows: Sequence[dict[str, str]]) -> bytes:
+    last = max(rows, key=lambda row: row["date"])
+    figure.supxlabel(f"{last['device']}, jax {last['jax']}, {last['date'][:10]}", fontsize="small", color="0.4")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
+    """Rates of a row op over the number of columns, by direction and dtype; the last axis of whole matrices only."""
+    matrices = [(int(found[1]), row) for row in rows if (found := re.fullmatch(r"\d+x(\d+)", row["shape"]))]
+    if not matrices:
+        return None
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True, sharey=True, squeeze=False)
+    for line, dtype in zip(panels, ("bfloat16", "float32"), strict=True):
+        for axes, direction in zip(line, ("forward", "backward"), strict=True):
+            shown = sorted(
+                ((n, row) for n, row in matrices if (row["dtype"], row["direction"]) == (dtype, direction)),
+                key=lambda pair: pair[0],
+            )
+            for name, (label, style) in LINES.items():
+                points = [(n, float(row[name])) for n, row in shown if row[name]]
+                axes.plot(*zip(*points, strict=True) if points else ([], []), label=label, **style)
+            axes.set_title(f"{direction}, {dtype}", fontsize="medium")
+            axes.set_xscale("log", base=2)
+            axes.grid(alpha=0.3)
+    panels[0][0].set_ylim(bottom=0)
+    panels[0][0].legend()
+    figure.supylabel(f"{matrices[0][1]['unit']} of the bytes that the op must move, over columns")
+    return _svg(figure, [row for _, row in matrices])
+
+
+def draw_bars(rows: Sequence[dict[str, str]]) -> bytes | None:
+    """Rates by shape, forward and backward beside each other."""
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    directions = list(dict.fromkeys(row["direction"] for row in rows))
+    if not shapes:
+        return None
+    height = 1 + 0.35 * len(shapes)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    panels = figure.subplots(1, len(directions), sharey=True, squeeze=False)[0]
+    for axes, direction in zip(panels, directions, strict=True):
+        found = {row["shape"]: row for row in rows if row["direction"] == direction}
+        for offset, name in ((0.2, "ours"), (-0.2, "xla")):
+            label, style = LINES[name]
+            rates = [float(found[shape][name]) if shape in found else 0.0 for shape in shapes]
+            axes.barh([-i + offset for i in range(len(shapes))], rates, 0.4, label=label, color=style["color"])
+        axes.set_yticks([-i for i in range(len(shapes))], shapes, fontsize="small")
+        axes.set_title(f"{direction}, {rows[0]['unit']}", fontsize="medium")
+        axes.grid(alpha=0.3, axis="x")
+    panels[0].legend(fontsize="small")
+    return _svg(figure, rows)
+
+
+def draw_all(results: Path = RESULTS) -> dict[str, bytes]:
+    """The charts by file name."""
+    charts = {}
+    for path in sorted(results.glob("*.csv")):
+        rows = read_rows(path)
+        if path.stem == "matmul":
+            rows = [row for row in rows if row["dtype"] == "bfloat16"]
+        chart = draw_rows(rows) if rows and rows[0]["unit"] == "TB/s" else draw_bars(rows)
+        if chart is not None:
+            charts[f"{path.stem}.svg"] = chart
+    return charts
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the charts to the site, as charts/OP.svg."""
+    from mkdocs.structure.files import File
+
+    for name, chart in draw_all().items():
+        files.append(File.generated(config, f"charts/{name}", content=chart))
+    return files
