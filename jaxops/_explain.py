@@ -24,7 +24,7 @@ class KernelCall:
       scope: the `jax.named_scope` names around the call, and the transformations.
       operands, results: shapes and dtypes, `bf16[8,128]`.
       times: how often a call of the function runs it; None if a `while` loop decides.
-      runs_on: "jaxops", or "XLA" if this platform has no such kernel.
+      runs_on: "jaxops", or "XLA" if this platform has no such kernel, or XLA's own is chosen.
       detail: what the kernel says of the call: its parameters, the placement or tile that it chooses.
       bytes: the operands' and results' sizes together: the fewest bytes that one run moves.
       flops: multiplications and additions of one run of a matrix product; 0 for others.
@@ -122,15 +122,6 @@ def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEq
             yield from _walk(program, times_inside, here)
 
 
-def _flops(kernel: str, avals: list[Any], results: list[Any]) -> int:
-    """2 m n k of a matrix product [..., m, k] x [..., k, n], either of them transposed."""
-    if not kernel.startswith("matmul"):
-        return 0
-    left, out = avals[0], results[0]
-    depth = math.prod(left.shape[-2:]) // max(out.shape[-2], 1)
-    return 2 * math.prod(out.shape) * depth
-
-
 def explain(function: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
     """Which of jaxops' kernels a function runs, with shapes, and the bytes and operations that they need at least.
 
@@ -169,8 +160,9 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
             continue
         name = name.removeprefix(_PREFIX)
         avals, results = ([variable.aval for variable in side] for side in (equation.invars, equation.outvars))
+        kernel = KERNELS[name]
         available = name in HANDLERS.get(platform, ()) and all(math.prod(aval.shape) for aval in avals)
-        kernel = KERNELS.get(name)
+        available = available and kernel.is_chosen(*avals, **equation.params)
         calls.append(
             KernelCall(
                 kernel=name,
@@ -179,9 +171,9 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
                 results=tuple(map(_array, results)),
                 times=times,
                 runs_on="jaxops" if available else "XLA",
-                detail="" if kernel is None else kernel.explain(*avals, **equation.params),
+                detail=kernel.explain(*avals, **equation.params),
                 bytes=sum(aval.dtype.itemsize * math.prod(aval.shape) for aval in (*avals, *results)),
-                flops=_flops(name, avals, results),
+                flops=kernel.flops(*avals, **equation.params),
             )
         )
     return Explanation(platform, tuple(calls), products)

@@ -24,12 +24,21 @@ def test_calls():
     assert product.results == ("bf16[4,6]",)
     assert product.flops == 2 * 4 * 8 * 6
     assert product.bytes == 2 * (32 + 48 + 24) + 4 * 6
-    assert "activation=gelu" in product.detail
+    assert product.detail == "on a GPU xla: a small product of rows that are not aligned to 16 bytes; gelu"
+    assert product.runs_on == "XLA"
     assert "has=('where',)" in softmax.detail
     assert softmax.bytes == 2 * 24 * 2 + 6
     assert {call.scope for call in found.calls} == {"head"}
     assert (found.bytes, found.flops) == (product.bytes + softmax.bytes, product.flops)
     assert found.xla_products == 0
+
+
+@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+def test_the_chosen_kernel_is_named():
+    x, w = (jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
+    (product,) = jaxops.explain(jaxops.matmul, x, w, platform="cuda").calls
+    assert product.runs_on == "jaxops"
+    assert product.detail.startswith("on a GPU wgmma (tile ")
 
 
 def test_table():

@@ -223,6 +223,23 @@ class _MatmulKernel(Kernel):
         )
         return choices.choose(product, choices.local_device(), bool(bias) or spec.activation is not None)
 
+    def _choice_of_call(self, *operands, spec, preactivation) -> choices.Choice:
+        flat = jax.eval_shape(lambda *arrays: self._flat(*arrays, spec=spec)[0], *operands)
+        return self.choice(*flat, spec=spec._replace(counts=(1, 1, 1)), preactivation=preactivation)
+
+    def is_chosen(self, *operands, **params) -> bool:
+        return self._choice_of_call(*operands, **params).kernel != "xla"
+
+    def flops(self, lhs, rhs, *bias, spec, preactivation) -> int:
+        del bias, preactivation
+        batch, m, k, _, n = spec.sizes(lhs, rhs)
+        return 2 * math.prod((*batch, *m, *k, *n))
+
+    def explain(self, *operands, spec, preactivation) -> str:
+        choice = self._choice_of_call(*operands, spec=spec, preactivation=preactivation)
+        done = ", ".join(part for part in (spec.activation, "keeps the preactivation" if preactivation else "") if part)
+        return f"on a GPU {choice}" + (f"; {done}" if done else "")
+
     def call_target(self, *operands, spec, preactivation) -> list[jax.Array]:
         operands, spec, restore = self._flat(*operands, spec=spec)
         lhs, rhs, *_ = operands
