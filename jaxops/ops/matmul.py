@@ -456,9 +456,11 @@ def matmul(
 ) -> jax.Array:
     r"""Matrix product with the semantics of :func:`jax.numpy.matmul`: :math:`\mathrm{activation}(a b + bias)`.
 
-    Sums are kept in f32 (f64 for f64); bias and activation are applied to them before the result is rounded. On CUDA
-    devices bf16 and f16 run on the tensor cores, f32 and f64 in full precision whatever `precision` says. On the CPU,
-    and for dtypes or options without a kernel (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
+    Sums are kept in f32 (f64 for f64); bias and activation are applied to them before the result is rounded. On a GPU
+    f32 operands are rounded to TF32 unless the highest precision is asked for, as XLA's are; then the error is that of
+    f32 arithmetic. Which kernel a GPU runs follows from shapes, dtypes and the device by a table of measured rates;
+    where XLA's own dot is faster, it is chosen, and :func:`jaxops.explain` says so. On the CPU, and for dtypes or
+    options without a kernel (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
 
     Args:
       a: array of 1 or more dimensions, `[..., m, k]`; 1-D as in numpy.
