@@ -56,6 +56,11 @@ def test_gradients():
     assert kernels == ["softmax_fwd", "softmax_bwd"]
 
 
+def test_gradients_of_an_activation():
+    kernels = [c.kernel for c in jaxops.explain(jax.grad(lambda x: network(x, jnp.ones((8, 6))).sum()), X).calls]
+    assert kernels == ["matmul", "softmax_fwd", "softmax_bwd", "matmul"]
+
+
 def test_loops_branches_and_products():
     def function(x, n):
         x, _ = jax.lax.scan(lambda c, _: (jax.lax.scan(step, c, None, length=3)[0], None), x, None, length=5)
