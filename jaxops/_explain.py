@@ -156,11 +156,11 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     for equation, times, scope in _walk(jaxpr, 1, ""):
         name = equation.primitive.name
         products += name == "dot_general"
-        if not name.startswith(_PREFIX):
-            continue
         name = name.removeprefix(_PREFIX)
+        kernel = KERNELS.get(name)
+        if kernel is None:  # XLA's, or what stands for XLA's until it is transposed
+            continue
         avals, results = ([variable.aval for variable in side] for side in (equation.invars, equation.outvars))
-        kernel = KERNELS[name]
         available = name in HANDLERS.get(platform, ()) and all(math.prod(aval.shape) for aval in avals)
         available = available and kernel.is_chosen(*avals, **equation.params)
         calls.append(

@@ -1,5 +1,7 @@
 """jaxops.explain."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -54,6 +56,11 @@ def test_gradients():
     assert kernels == ["softmax_fwd", "softmax_bwd"]
 
 
+def test_gradients_of_an_activation():
+    kernels = [c.kernel for c in jaxops.explain(jax.grad(lambda x: network(x, jnp.ones((8, 6))).sum()), X).calls]
+    assert kernels == ["matmul", "softmax_fwd", "softmax_bwd", "matmul"]
+
+
 def test_loops_branches_and_products():
     def function(x, n):
         x, _ = jax.lax.scan(lambda c, _: (jax.lax.scan(step, c, None, length=3)[0], None), x, None, length=5)
@@ -77,6 +84,14 @@ def test_where_kernels_run(monkeypatch):
     assert jaxops.explain(jaxops.softmax, X[:0], platform="cpu").calls[0].runs_on == "XLA"
     monkeypatch.setattr(_kernel.KERNELS["softmax_fwd"], "explain", lambda x, **params: f"tile for {x.shape}")
     assert jaxops.explain(jaxops.softmax, X).calls[0].detail == "tile for (4, 8)"
+
+
+def test_names_in_profiles():
+    """HLO's op_name, which profilers show, has the scope and the kernel."""
+    text = jax.jit(jax.grad(lambda x: network(x, jnp.ones(W.shape, W.dtype)).astype(jnp.float32).sum())).lower(X)
+    names = re.findall(r'custom_call_target="jaxops[^\n]*op_name="([^"]*)"', text.compile().as_text())
+    for kernel in ("softmax_fwd", "softmax_bwd"):
+        assert any("(head)" in name and f"jaxops_{kernel}" in name for name in names), names
 
 
 def test_only_functions():
