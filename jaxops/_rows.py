@@ -134,11 +134,14 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
 
     On a GPU each is a block's, and one wave of blocks is best (TUNING.md): as many as an H200's 132 multiprocessors
     hold at once, but at least 8 rows each. Where rows are no multiple of 8 elements, a multiple of 8 blocks keeps each
-    thread on the same columns. Depends on nothing but the operands, so that results do not depend on the device.
+    thread on the same columns; of few blocks that would leave out too many, so that two waves are better. Depends on
+    nothing but the operands, so that results do not depend on the device.
     """
     row_bytes = columns * itemsize
-    limits = ((128, 1056), (512, 792), (2048, 528), (8192, 264), (16384, 132), (32768, 66))
-    full = next((count for limit, count in limits if row_bytes <= limit), 132)
+    limits = ((512, 792), (2048, 528), (12288, 264), (32768, 132), (65536, 66), (131072, 30), (262144, 15))
+    full = next((count for limit, count in limits if row_bytes <= limit), 7)
+    if columns % 8:
+        full = max((2 * full if full <= 30 else full) // 8 * 8, 8)
     if not isinstance(groups, int):  # symbolic: how many is not known before the program is compiled
         return 1
     chunks = max(1, full // groups if not isinstance(rows, int) else min(full // groups, rows // 8))

@@ -28,6 +28,20 @@ STRIDED = [
 STRIDED += [(1, 2**k + d, 8) for k in range(6, 17) for d in (0, 1)] + [(3, 65, 72), (2, 513, 40), (1, 1024, 136)]
 
 
+def crowds(dtype, on_gpu: bool) -> list[tuple[int, int]]:
+    """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other."""
+    pack = 16 // np.dtype(dtype).itemsize
+    shapes = [(9001, 8 * pack), (4301, 16 * pack), (2201, 32 * pack), (1101, 64 * pack)]
+    shapes += [(541, 1024 * pack), (281, 2048 * pack), (141, 4096 * pack), (71, 8192 * pack), (35, 16384 * pack)]
+    shapes += [(19, 32768 * pack), (17001, 127), (1001, 1001), (1501, 4097), (71, 50257)]
+    return shapes if on_gpu else [(min(rows, 70), columns) for rows, columns in shapes if columns < 5000]
+
+
+def some_rows(rng, rows: int) -> np.ndarray:
+    """Which of many rows are compared: the first and the last ones, and a few between."""
+    return np.unique([*range(min(rows, 3)), *range(max(rows - 3, 0), rows), *rng.integers(rows, size=6)])
+
+
 def edged(rng, shape, dtype, axis, edge):
     """Normal values whose first and last entries along `axis` are `edge` larger: a row cut short shows at once."""
     values = rng.standard_normal(shape)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from row_cases import COLUMNS, STRIDED, assert_matches, coarsest, edged
+from row_cases import COLUMNS, STRIDED, assert_matches, coarsest, crowds, edged, some_rows
 
 import jaxops
 from jaxops._comparison import Comparison, exact, value_and_gradients
@@ -488,15 +488,21 @@ def test_pullbacks_of_one_function(op, rng):
 # --- every placement of a row; parameter gradients over many rows ---
 
 
-def check_cases(op, cases, dtype, rng, edge=None):
-    """cases: (shape of x, normalised axis). The parameter gradients are sums over all the other axes."""
+def check_cases(op, cases, dtype, rng, edge=None, sampled=False):
+    """cases: (shape of x, normalised axis). The parameter gradients are sums over all the other axes.
+
+    sampled: only some rows along x's first axis have cotangents and are compared.
+    """
     with contract.precision_of(dtype):
         parameter = "float64" if dtype == "float64" else "float32"
-        operands = []
+        operands, samples = [], []
         for shape, axis in cases:
             size = np.sqrt(shape[axis]) if edge is None else edge
             x = edged(rng, shape, dtype, axis, size)
             dy = edged(rng, shape, dtype, axis, 2)
+            samples.append(some_rows(rng, shape[0]) if sampled else slice(None))
+            if sampled:
+                dy = jnp.zeros_like(dy).at[samples[-1]].set(dy[samples[-1]])
             operands.append((x, *parameters(op, rng, shape[axis : axis + 1 or None], parameter), dy))
 
         @jax.jit
@@ -507,7 +513,8 @@ def check_cases(op, cases, dtype, rng, edge=None):
             ]
 
         results = run_all(operands)
-    for (shape, axis), xs, got in zip(cases, operands, results, strict=True):
+    for (shape, axis), xs, got, rows in zip(cases, operands, results, samples, strict=True):
+        xs, got = (xs[0][rows], *xs[1:-1], xs[-1][rows]), (got[0][rows], got[1][rows], *got[2:])
         expanded = [d if a == axis % len(shape) else 1 for a, d in enumerate(shape)]
         given = [np.asarray(p).reshape(expanded) for p in xs[1:-1]]
         wanted = closed_form(op, xs[0], *(given if len(given) == 2 else (*given, None)), xs[-1], axis)
@@ -567,3 +574,9 @@ def test_vmapped_parameters(op, rng):
                 for k in range(3):
                     target = wanted[k].reshape(got[k][i, j].shape)
                     assert_matches(got[k][i, j], target, f"{axes}, result {k}", 10)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_rows_than_fit_at_once(op, dtype, rng, on_gpu):
+    check_cases(op, [(shape, -1) for shape in crowds(jnp.dtype(dtype), on_gpu)], dtype, rng, sampled=True)

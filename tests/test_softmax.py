@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from logits_cases import INF, NAN, OPS, assert_matches_exact, every_op, exact, run, unbroadcast, wide
-from row_cases import COLUMNS, STRIDED, assert_matches, coarsest, edged
+from row_cases import COLUMNS, STRIDED, assert_matches, coarsest, crowds, edged, some_rows
 
 import jaxops
 from jaxops import _kernel
@@ -411,7 +411,8 @@ def test_all_options_together(op, axis, rng):
 # --- every placement of a row ---
 
 
-def check_placements(op, shapes, axis, dtype, rng):
+def check_placements(op, shapes, axis, dtype, rng, sampled=False):
+    """sampled: only some rows along the first axis are compared."""
     with contract.precision_of(dtype):
         xs = [edged(rng, shape, dtype, axis, 4 + np.log(shape[axis])) for shape in shapes]
         dys = [edged(rng, shape, dtype, axis, 2) for shape in shapes]
@@ -423,6 +424,9 @@ def check_placements(op, shapes, axis, dtype, rng):
         results = call(xs, dys)
     # Summing many small terms beside the large ones at the edges costs some rounding on top.
     for x, dy, got in zip(xs, dys, results, strict=True):
+        if sampled:
+            rows = some_rows(rng, x.shape[0])
+            x, dy, got = x[rows], dy[rows], [values[rows] for values in got]
         assert_matches_exact(got, exact(op, x, dy, axis), f"{x.shape}", 8 if dtype == "float64" else 2)
 
 
@@ -436,6 +440,14 @@ def test_every_row_length(op, dtype, rng):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_every_strided_row_length(op, dtype, rng):
     check_placements(op, STRIDED, 1, dtype, rng)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_rows_than_fit_at_once(op, dtype, rng, on_gpu):
+    check_placements(op, crowds(jnp.dtype(dtype), on_gpu), -1, dtype, rng, sampled=True)
+    outer = 9 if on_gpu else 1
+    check_placements(op, [(outer, 600, 1024), (2 * outer, 1025, 512), (outer, 3000, 136)], 1, dtype, rng)
 
 
 @every_op

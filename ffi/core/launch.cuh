@@ -16,32 +16,72 @@ struct Grid {
   size_t shared_bytes = 0;  // dynamic shared memory
 };
 
-// Launches a kernel on (parameters of the kernel). Host work only: safe while a stream is captured.
-template <class... Parameters, class... Arguments>
-cudaError_t Launch(cudaStream_t stream, void (*kernel)(Parameters...), const Grid& grid,
-                   const Arguments&... arguments) {
-  if (grid.blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  // Up to 48 KiB together with the kernel's static shared memory need no leave.
+// What a kernel needs before it is launched on a grid, or asked about it. Up to 48 KiB of shared memory together with
+// the kernel's static share need no leave.
+template <class... Parameters>
+cudaError_t Prepare(void (*kernel)(Parameters...), const Grid& grid) {
+  cudaError_t status = cudaSuccess;
   if (grid.shared_bytes > 16 << 10) {
-    const cudaError_t status =
+    status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared_bytes));
-    if (status != cudaSuccess) return status;
   }
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
-  if (grid.cluster > 8) {
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (status != cudaSuccess) return status;
+  if (status == cudaSuccess && grid.cluster > 8) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
+  return status;
+}
+
+// The launch of a grid; it points to `attribute`.
+inline cudaLaunchConfig_t Configuration(const Grid& grid, cudaStream_t stream, cudaLaunchAttribute* attribute) {
+  *attribute = {};
+  attribute->id = cudaLaunchAttributeClusterDimension;
+  attribute->val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
   config.blockDim = dim3(static_cast<unsigned>(grid.threads));
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
+  config.attrs = attribute;
   config.numAttrs = grid.cluster > 1 ? 1 : 0;
+  return config;
+}
+
+// Launches a kernel on (parameters of the kernel). Host work only: safe while a stream is captured.
+template <class... Parameters, class... Arguments>
+cudaError_t Launch(cudaStream_t stream, void (*kernel)(Parameters...), const Grid& grid,
+                   const Arguments&... arguments) {
+  if (grid.blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
+  if (const cudaError_t status = Prepare(kernel, grid); status != cudaSuccess) return status;
+  cudaLaunchAttribute attribute;
+  const cudaLaunchConfig_t config = Configuration(grid, stream, &attribute);
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// How many clusters of a kernel the current device runs at once; 0 if that is not known.
+template <class... Parameters>
+int64_t ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
+  int count = 0, device = 0, processors = 0;
+  if (Prepare(kernel, grid) != cudaSuccess) return 0;
+  if (grid.cluster > 1) {
+    grid.blocks = grid.cluster;
+    cudaLaunchAttribute attribute;
+    const cudaLaunchConfig_t config = Configuration(grid, nullptr, &attribute);
+    return cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess ? count : 0;
+  }
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, grid.threads, grid.shared_bytes) != cudaSuccess) {
+    return 0;
+  }
+  return int64_t{count} * processors;
+}
+
+// The dynamic shared memory that a block may have on the current device beside up to 16 KiB of static shared memory.
+inline int MostDynamicShared() {
+  int device = 0, most = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
+  return known ? most - (16 << 10) : 0;
 }
 
 // Whether the current device has thread block clusters.

@@ -40,16 +40,29 @@ struct Divisor32 {
   }
 };
 
-// Axes walked as one, the last one fastest. kSlots: how many layouts are followed, each with its own strides.
-template <int kSlots>
-struct Axes {
-  static constexpr int kMax = 12;  // jaxops/_rows.py leaves arrays of more axes to XLA
+inline constexpr int kMaxAxes = 12;  // jaxops/_rows.py leaves arrays of more axes to XLA
 
+// At most kMax axes walked as one, the last one fastest. kSlots: how many layouts are followed, each with its own
+// strides.
+template <int kSlots, int kMax = kMaxAxes>
+struct Axes {
   int count = 0;
   int64_t total = 1;
   int64_t sizes[kMax];
   Divisor32 divisors[kMax];
   int64_t strides[kMax][kSlots];
+
+  Axes() = default;
+  // The first kSlots layouts of axes of which there are at most kMax.
+  template <int kMore, int kMost>
+    requires(kMore >= kSlots)
+  explicit Axes(const Axes<kMore, kMost>& from) : count(from.count), total(from.total) {
+    for (int axis = 0; axis < count; ++axis) {
+      sizes[axis] = from.sizes[axis];
+      divisors[axis] = from.divisors[axis];
+      for (int slot = 0; slot < kSlots; ++slot) strides[axis][slot] = from.strides[axis][slot];
+    }
+  }
 
   // The offset in each layout of position `index`, 0 <= index < total.
   JAXOPS_HOST_DEVICE void Offsets(int64_t index, int64_t (&offsets)[kSlots]) const {
@@ -67,6 +80,19 @@ struct Axes {
       for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += position * strides[axis][slot];
     }
     for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += index * strides[0][slot];
+  }
+
+  // The axes as one layout sees them.
+  Axes<1, kMax> Only(int slot) const {
+    Axes<1, kMax> out;
+    out.count = count;
+    out.total = total;
+    for (int axis = 0; axis < count; ++axis) {
+      out.sizes[axis] = sizes[axis];
+      out.divisors[axis] = divisors[axis];
+      out.strides[axis][0] = strides[axis][slot];
+    }
+    return out;
   }
 
   // Adds an axis inside the present ones; joins it to the last one where every layout steps through both evenly.

@@ -33,22 +33,22 @@ inline constexpr int kSumThreads = 256;
 
 template <bool kAcross, class A, class Op>
 __global__ void __launch_bounds__(kSumThreads)
-    SumChunkKernel(const __grid_constant__ Op op, const __grid_constant__ Geometry<Op::kSlots> geometry,
+    SumChunkKernel(const __grid_constant__ Op op, const __grid_constant__ Layouts<Op::kSlots> layouts,
                    const SumResults<A> results) {
-  const int64_t chunks = results.chunks, columns = geometry.columns.total;
+  const int64_t chunks = results.chunks, columns = layouts.columns.total;
   constexpr int kTile = kAcross ? 1 : 32, kLines = kSumThreads / kTile;
   const int64_t tiles = (columns + kTile - 1) / kTile;
   const int64_t tile = blockIdx.x % tiles, chunk = blockIdx.x / tiles % chunks, group = blockIdx.x / tiles / chunks;
   const int64_t column = tile * kTile + (kAcross ? 0 : threadIdx.x % 32);
-  const int64_t rows = geometry.rows.total, end = rows * (chunk + 1) / chunks;
+  const int64_t rows = layouts.rows.total, end = rows * (chunk + 1) / chunks;
   Pack<A, Op::kSums> sum = {};
   if (column < columns) {
     int64_t group_offsets[Op::kSlots], column_offsets[Op::kSlots];
-    geometry.groups.Offsets(group, group_offsets);
-    geometry.columns.Offsets(column, column_offsets);
+    layouts.groups.Offsets(group, group_offsets);
+    layouts.columns.Offsets(column, column_offsets);
     for (int64_t row = rows * chunk / chunks + threadIdx.x / kTile; row < end; row += kLines) {
       int64_t offsets[Op::kSlots];
-      geometry.rows.Offsets(row, offsets);
+      layouts.rows.Offsets(row, offsets);
 #pragma unroll
       for (int slot = 0; slot < Op::kSlots; ++slot) offsets[slot] += group_offsets[slot] + column_offsets[slot];
       const Pack<A, Op::kSums> value = op(offsets);
@@ -76,47 +76,53 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 // Adds up the chunks in the workspace, in double: a block takes 32 sums, each of its warps every eighth chunk.
-template <int kSlot, class G, class A>
+template <class Axes, class A>
 __global__ void __launch_bounds__(kSumThreads)
-    AddChunksKernel(const __grid_constant__ G geometry, const SumResults<A> results) {
+    AddChunksKernel(const __grid_constant__ Axes groups, const __grid_constant__ Axes columns,
+                    const SumResults<A> results) {
   constexpr int kWarps = kSumThreads / 32;
-  const int64_t columns = geometry.columns.total, sums = geometry.groups.total * columns;
+  const int64_t sums = groups.total * columns.total;
   const int warp = threadIdx.x / 32;
   const int64_t k = blockIdx.x * int64_t{32} + threadIdx.x % 32;
   const bool second = k >= sums || !results.results[0];
-  const int64_t index = k % sums, group = index / columns, column = index % columns;
+  const int64_t index = k % sums, group = index / columns.total, column = index % columns.total;
   const bool inside = k < sums * (results.plane ? 2 : 1);
   __shared__ double shared[kWarps][32];
   double total = 0;
   if (inside) {
-    const A* const parts = results.workspace + (second ? results.plane : 0) + group * results.chunks * columns + column;
-    for (int64_t chunk = warp; chunk < results.chunks; chunk += kWarps) total += parts[chunk * columns];
+    const A* const parts =
+        results.workspace + (second ? results.plane : 0) + group * results.chunks * columns.total + column;
+    for (int64_t chunk = warp; chunk < results.chunks; chunk += kWarps) total += parts[chunk * columns.total];
   }
   shared[warp][threadIdx.x % 32] = total;
   __syncthreads();
   if (warp > 0 || !inside) return;
   for (int w = 1; w < kWarps; ++w) total += shared[w][threadIdx.x];
-  int64_t offsets[G::kSlots];
-  geometry.groups.Offsets(group, offsets);
-  results.results[second][offsets[kSlot] + geometry.ColumnOffset(kSlot, column)] = static_cast<A>(total);
+  int64_t group_offset[1], column_offset[1];
+  groups.Offsets(group, group_offset);
+  columns.Offsets(column, column_offset);
+  results.results[second][group_offset[0] + column_offset[0]] = static_cast<A>(total);
 }
 
-template <int kSlot, class G, class A>
-cudaError_t LaunchAddChunks(cudaStream_t stream, const G& geometry, const SumResults<A>& results) {
-  const int64_t sums = geometry.groups.total * geometry.columns.total * (results.plane ? 2 : 1);
-  return Launch(stream, AddChunksKernel<kSlot, G, A>, {(sums + 31) / 32, kSumThreads}, geometry, results);
+// slot: the results' layout.
+template <int kSlots, class A>
+cudaError_t LaunchAddChunks(cudaStream_t stream, const Layouts<kSlots>& layouts, int slot,
+                            const SumResults<A>& results) {
+  const int64_t sums = layouts.groups.total * layouts.columns.total * (results.plane ? 2 : 1);
+  return Launch(stream, AddChunksKernel<Axes<1>, A>, {(sums + 31) / 32, kSumThreads}, layouts.groups.Only(slot),
+                layouts.columns.Only(slot), results);
 }
 
 // op(offsets of the element in each layout) -> Pack<A, Op::kSums>
 template <class A, class Op, int kMore>
 cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
                              const SumResults<A>& results) {
-  const Geometry<Op::kSlots> geometry(shape, 1, 0);
+  const Layouts<Op::kSlots> layouts(shape, 1, 0);
   const int64_t tiles = shape.across ? shape.columns.total : (shape.columns.total + 31) / 32;
   const Grid grid = {tiles * results.chunks * shape.groups.total, kSumThreads};
   const auto kernel = shape.across ? SumChunkKernel<true, A, Op> : SumChunkKernel<false, A, Op>;
-  const cudaError_t status = Launch(stream, kernel, grid, op, geometry, results);
-  return status != cudaSuccess ? status : LaunchAddChunks<Op::kSumSlot>(stream, geometry, results);
+  const cudaError_t status = Launch(stream, kernel, grid, op, layouts, results);
+  return status != cudaSuccess ? status : LaunchAddChunks(stream, layouts, Op::kSumSlot, results);
 }
 
 }  // namespace jaxops::rows

@@ -63,6 +63,13 @@ struct Exponentials {
   }
 };
 
+// Whether the code is compiled for devices with clusters; kernels with clusters are empty on others.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kHaveClusters = false;
+#else
+inline constexpr bool kHaveClusters = true;
+#endif
+
 // Lanes of a warp that share something: `step` apart.
 template <int kLanes, int step>
 struct WarpLanes {
@@ -101,14 +108,47 @@ __device__ inline void ClusterWait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// The same variable in the shared memory of another block of the cluster.
-template <class T>
-__device__ T* InBlock(T* shared, uint32_t rank) {
-  uint64_t address = reinterpret_cast<uint64_t>(shared);
+// Values that blocks of a cluster send into each other's shared memory, counted by a barrier there: whoever waits for
+// it waits for those bytes alone, whereas a barrier of the cluster would wait for all earlier writes to global memory.
+__device__ inline uint32_t SharedAddress(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+__device__ inline void InitByteBarrier(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(address), "r"(rank));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
-  return reinterpret_cast<T*>(address);
+}
+__device__ inline void ExpectBytes(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ inline void WaitForBytes(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n}" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+// Copies a value to the same place in the shared memory of block `rank`, counted by that block's barrier.
+template <class V>
+__device__ void SendToBlock(const V& value, V* target, uint64_t* barrier, uint32_t rank) {
+  static_assert(sizeof(V) % 4 == 0);
+#if __CUDA_ARCH__ >= 900
+  uint32_t to, counter;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(SharedAddress(target)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(SharedAddress(barrier)), "r"(rank));
+#pragma unroll
+  for (int w = 0; w < static_cast<int>(sizeof(V) / 4); ++w)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to + 4 * w),
+                 "r"(reinterpret_cast<const uint32_t*>(&value)[w]), "r"(counter)
+                 : "memory");
+#endif
 }
 
 // Joins over all threads that share a row. Two sets of slots take turns, so that one barrier a join is enough: nobody
@@ -121,7 +161,12 @@ class Exchange {
       : lane_(static_cast<int>(threadIdx.x % 32) / P::kStep % P::kWarpLanes),
         warp_(P::kAcross ? threadIdx.x / 32 : threadIdx.x % P::kLanes / 32),
         team_(P::kAcross ? threadIdx.x % P::kTeams : threadIdx.x / P::kLanes) {
-    if constexpr (P::kCluster > 1) ClusterArrive();  // this block runs: its shared memory may be written
+    if constexpr (P::kCluster > 1) {
+      static_assert(P::kWarps > 1);
+      if (threadIdx.x == 0)
+        for (int turn = 0; turn < 2; ++turn) InitByteBarrier(Barriers() + turn);
+      ClusterArrive();  // this block runs: its shared memory may be written
+    }
   }
 
   // Of values already joined in each warp.
@@ -139,14 +184,18 @@ class Exchange {
     if constexpr (P::kCluster > 1) {
       __shared__ Slot shared[2][P::kTeams][P::kCluster];
       auto& slots = shared[turn_][team_];
+      uint64_t* const barrier = Barriers() + turn_;
       if (first_) ClusterWait();
       first_ = false;
+      if (threadIdx.x == 0) ExpectBytes(barrier, sizeof(shared[0]));
       if (warp_ == 0) {
-        Slot* const mine = &slots[ClusterRank()];
-        for (int block = lane_; block < P::kCluster; block += P::kWarpLanes) Copy(InBlock(mine, block)->v, rows);
+        Slot mine;
+        Copy(mine.v, rows);
+        for (int block = lane_; block < P::kCluster; block += P::kWarpLanes)
+          SendToBlock(mine, &slots[ClusterRank()], barrier, block);
       }
-      ClusterArrive();
-      ClusterWait();
+      WaitForBytes(barrier, parities_ >> turn_ & 1);
+      parities_ ^= 1u << turn_;
       JoinSlots<J>(slots, rows);
     }
   }
@@ -171,7 +220,14 @@ class Exchange {
     JoinWarp<WarpLanes<kReaders, P::kStep>, J>(rows);
   }
 
+  // Of each set of slots: counts the bytes from the other blocks.
+  static __device__ uint64_t* Barriers() {
+    __shared__ uint64_t barriers[2];
+    return barriers;
+  }
+
   int lane_, warp_, team_, turn_ = 0;
+  uint32_t parities_ = 0;  // of the barriers' phases, as bits
   bool first_ = true;
 };
 

@@ -2,7 +2,10 @@
 #ifndef JAXOPS_ROWS_GEOMETRY_CUH_
 #define JAXOPS_ROWS_GEOMETRY_CUH_
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <type_traits>
 
 #include "core/row_shape.h"
 #include "core/types.cuh"
@@ -45,23 +48,42 @@ enum class Lay {
   kGeneral   // several column axes, or broadcast operands whose elements for a pack lie apart
 };
 
-// The first kSlots layouts of a RowShape, seen in packs of V elements.
-template <int kSlots_>
+// What a kernel knows of the first kSlots layouts of its rows, for at most kRowAxes and kColumnAxes axes: few in most
+// kernels, because a launch takes longer the more parameters it has.
+template <int kSlots_, int kRowAxes_, int kColumnAxes_>
 struct Geometry {
+  static constexpr int kSlots = kSlots_, kRowAxes = kRowAxes_, kColumnAxes = kColumnAxes_;
+  Axes<kSlots, kRowAxes> rows;
+  Axes<kSlots, kColumnAxes> columns;
+  int64_t size;           // elements of x
+  int64_t steps[kSlots];  // between the elements of a pack
+
+  // Not inlined: the kernels that need it call it for every pack of every operand.
+  __device__ __noinline__ int64_t ColumnOffset(int slot, int64_t column) const {
+    int64_t offsets[kSlots];
+    columns.Offsets(column, offsets);
+    return offsets[slot];
+  }
+};
+template <int kSlots, Lay kLay>
+using GeometryOf =
+    std::conditional_t<kLay == Lay::kGeneral, Geometry<kSlots, kMaxAxes, kMaxAxes>, Geometry<kSlots, 4, 1>>;
+
+// The same on the host, in packs of `pack` elements: what it takes to choose a kernel.
+template <int kSlots_>
+struct Layouts {
   static constexpr int kSlots = kSlots_;
   Axes<kSlots> groups, rows, columns;
-  int64_t size;            // elements of x
-  int64_t steps[kSlots];   // between the elements of a pack
+  int64_t size;
+  int64_t steps[kSlots];
   bool aligned = true;     // x's packs are aligned
   bool plain = true;       // and every broadcast operand's are, or rows lie across and it has one element for a pack
   bool rows_alike = true;  // the broadcast operands do not depend on the row
 
   // broadcasts: the slots of broadcast operands that are read in packs, as bits.
   template <int kMore>
-  Geometry(const RowShape<kMore>& shape, int pack, uint32_t broadcasts) : size(shape.size()) {
-    Copy(shape.groups, &groups);
-    Copy(shape.rows, &rows);
-    Copy(shape.columns, &columns);
+  Layouts(const RowShape<kMore>& shape, int pack, uint32_t broadcasts)
+      : groups(shape.groups), rows(shape.rows), columns(shape.columns), size(shape.size()) {
     if (!shape.across) LetRowsShare(broadcasts & shape.present);
     const Axes<kSlots>& inner = !shape.across ? columns : shape.inner_is_grouped ? groups : rows;
     const bool whole = inner.sizes[inner.count - 1] % pack == 0;
@@ -82,11 +104,16 @@ struct Geometry {
     plain = plain && columns.count == 1;
   }
 
-  // Not inlined: the kernels that need it call it for every pack of every operand.
-  __device__ __noinline__ int64_t ColumnOffset(int slot, int64_t column) const {
-    int64_t offsets[kSlots];
-    columns.Offsets(column, offsets);
-    return offsets[slot];
+  // Whether a kernel's geometry has room for the axes, and that geometry.
+  template <class G>
+  bool Fit() const {
+    return std::max(rows.count, groups.count) <= G::kRowAxes && columns.count <= G::kColumnAxes;
+  }
+  template <class G>
+  G To() const {
+    G out = {.rows = decltype(G::rows)(rows), .columns = decltype(G::columns)(columns), .size = size};
+    std::copy(std::begin(steps), std::end(steps), out.steps);
+    return out;
   }
 
  private:
@@ -108,17 +135,6 @@ struct Geometry {
           if ((rows.strides[a][slot] == 0) == shared) ordered.Append(rows.sizes[a], std::to_array(rows.strides[a]));
     }
     rows = ordered;
-  }
-
-  template <int kMore>
-  static void Copy(const Axes<kMore>& from, Axes<kSlots>* to) {
-    to->count = from.count;
-    to->total = from.total;
-    for (int a = 0; a < from.count; ++a) {
-      to->sizes[a] = from.sizes[a];
-      to->divisors[a] = from.divisors[a];
-      for (int slot = 0; slot < kSlots; ++slot) to->strides[a][slot] = from.strides[a][slot];
-    }
   }
 };
 

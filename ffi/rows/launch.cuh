@@ -21,15 +21,11 @@ struct OneInput {
                       Along<16, 1, 4>,       //    128
                       Along<16, 2, 2>,       //    256
                       Along<32, 2, 2>,       //    512
-                      Along<32, 3>,          //    768
                       Along<32, 4>,          //   1024
                       Along<64, 4>,          //   2048
-                      Along<64, 6>,          //   3072
                       Along<64, 8>,          //   4096
-                      Along<128, 5>,         //   5120
                       Along<128, 6>,         //   6144
                       Along<128, 8>,         //   8192
-                      Along<256, 6>,         //  12288
                       Along<256, 8>,         //  16384
                       Along<512, 8>,         //  32768
                       Along<512, 8, 1, 2>,   //  65536
@@ -44,11 +40,10 @@ struct OneInput {
                             Across<8, 32, 16, 2, 2>,  //  1024
                             Across<8, 32, 16, 4, 2>,  //  2048
                             Across<4, 128, 16, 4>,    //  8192
-                            Across<4, 128, 16, 16>,   // 32768
                             StreamedAcross<4, 64, 16>, StreamedAcross<8, 64>>;
-  using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<64, 5>, Along<128, 5>, Along<256, 5>,
-                        Along<512, 5>, Along<1024, 7>, Along<512, 4, 1, 16>, StreamedAlong<512>>;
-  using General = Types<Along<32, 4>, Along<512, 4>, StreamedAlong<512>>;
+  using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<128, 5>, Along<256, 5>, Along<512, 5>,
+                        Along<1024, 7>, Along<512, 7, 1, 4>, Along<512, 8, 1, 16>, StreamedAlong<512>>;
+  using General = Types<Along<64, 4>, StreamedAlong<512>>;
   using GeneralAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64>>;
 };
 // One tensor and parameters, which compete for the caches and the registers.
@@ -70,23 +65,17 @@ struct OneInputWithParameters : OneInput {
                       Along<512, 8>,         //  32768
                       Along<1024, 8>,        //  65536
                       Along<512, 8, 1, 4>,   // 131072
-                      Along<512, 8, 1, 8>,   // 262144
                       Along<512, 8, 1, 16>,  // 524288
                       StreamedAlong<512, 16>, StreamedAlong<512>>;
 };
 struct TwoInputs : OneInput {
-  using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<64, 5>, Along<128, 5>, Along<256, 5>,
-                        Along<512, 5>, Along<512, 4, 1, 4>, Along<512, 4, 1, 16>, StreamedAlong<512>>;
   using Plain = Types<Along<8, 1, 4>,        //     64
                       Along<16, 1, 4>,       //    128
                       Along<16, 2, 2>,       //    256
                       Along<32, 2, 2>,       //    512
-                      Along<32, 3>,          //    768
                       Along<32, 4>,          //   1024
                       Along<64, 4>,          //   2048
-                      Along<128, 3>,         //   3072
                       Along<128, 4>,         //   4096
-                      Along<128, 5>,         //   5120
                       Along<256, 3>,         //   6144
                       Along<256, 4>,         //   8192
                       Along<256, 4, 1, 2>,   //  16384
@@ -101,19 +90,27 @@ struct TwoInputs : OneInput {
                             Across<4, 128, 8, 4>,   //  4096
                             Across<4, 128, 8, 16>,  // 16384
                             StreamedAcross<4, 128, 16>, StreamedAcross<8, 64>>;
+  using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<128, 5>, Along<256, 5>, Along<512, 5>,
+                        Along<512, 4, 1, 4>, Along<512, 4, 1, 8>, Along<512, 4, 1, 16>, StreamedAlong<512>>;
 };
 // Each placement costs build time: fewer for bodies that hold more than packs, and for f16.
 struct Short : OneInput {
-  using Plain = Types<Along<8, 1>, Along<32, 1>, Along<32, 2>, Along<32, 4>, Along<64, 4>, Along<128, 4>, Along<256, 4>,
-                      Along<512, 4>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
-  using PlainAcross = Types<Across<8, 32, 8>, Across<4, 128, 8>, StreamedAcross<8, 64>>;
+  using Plain = Types<Along<8, 1>, Along<32, 2>, Along<32, 4>, Along<64, 4>, Along<128, 4>, Along<512, 4>,
+                      Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using PlainAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64>>;
   using Shifted = Types<Along<32, 2>, Along<128, 5>, Along<512, 5>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using GeneralAcross = Types<StreamedAcross<8, 64>>;
 };
-// Results of another dtype than the input's.
+// Masked and biased logits are held in f32: without a limit on registers too few blocks are resident.
+struct Options : Short {
+  using Plain = Types<Along<8, 1>, Along<32, 2>, Along<32, 4, 1, 1, 7>, Along<64, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>,
+                      Along<512, 4>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+};
+// Results of another dtype than the input's. Aligned rows are a case of shifted ones.
 struct Mixed {
-  using Plain = Types<Along<32, 4>, Along<256, 4>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using Plain = Types<>;
   using PlainAcross = Types<>;
-  using Shifted = Types<Along<32, 5>, Along<512, 5>, StreamedAlong<512>>;
+  using Shifted = Types<Along<32, 5>, Along<256, 5>, StreamedAlong<512>>;
   using General = Types<>;
   using GeneralAcross = Types<>;
 };
@@ -126,43 +123,55 @@ struct Elements {
   using GeneralAcross = Types<>;
 };
 using ElementAlong = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
-using ElementAcross = Types<Across<32, 8, 16>, StreamedAcross<32, 16>>;
+using ElementAcross = Types<StreamedAcross<32, 16>>;
 
 template <class T, class U, class Op>
 using Tables = std::conditional_t<
     std::is_same_v<Accumulator<T>, double> || (Op::kShort && !std::is_same_v<T, U>), Elements,
-    std::conditional_t<!std::is_same_v<T, U>, Mixed,
-                       std::conditional_t<Op::kShort || std::is_same_v<T, __half>, Short,
-                                          std::conditional_t<Op::kInputs == 2, TwoInputs,
-                                                             std::conditional_t<Op::kBroadcasts != 0,
-                                                                                OneInputWithParameters, OneInput>>>>>;
+    std::conditional_t<
+        !std::is_same_v<T, U>, Mixed,
+        std::conditional_t<
+            Op::kShort && Op::kInputs == 1 && Op::kParameters == 0, Options,
+            std::conditional_t<
+                Op::kShort || std::is_same_v<T, __half>, Short,
+                std::conditional_t<Op::kInputs == 2, TwoInputs,
+                                   std::conditional_t<Op::kBroadcasts != 0, OneInputWithParameters, OneInput>>>>>>;
 
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
-    RowKernel(const __grid_constant__ Op op, const __grid_constant__ Geometry<Op::kSlots> geometry) {
-  using RowType = Row<P, kV, kLay, A, Geometry<Op::kSlots>>;
-  RowType row(geometry);
-  row.MoveToTeam(int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows, geometry.rows.total, {});
-  op(row);
+    RowKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry) {
+  if constexpr (P::kCluster == 1 || kHaveClusters) {
+    using RowType = Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>;
+    RowType row(geometry);
+    row.MoveToTeam(int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows, geometry.rows.total, {});
+    op(row);
+  }
 }
 
+// Rows of which each thread works on several, so that few would leave most multiprocessors without work.
+inline constexpr int64_t kManyBlocks = 132;
+
 template <class P, int kV, Lay kLay>
-bool Fits(int64_t columns, bool rows_alike) {
+bool Fits(int64_t rows, int64_t columns, bool rows_alike) {
   if (P::kCluster > 1 && !HasClusters()) return false;
-  if (P::kRows > 1 && !rows_alike) return false;
+  if (P::kRows > 1 && (!rows_alike || rows < kManyBlocks * P::kTeams * P::kRows)) return false;
   const int64_t packs = P::kAcross ? columns : (columns + (kLay == Lay::kShifted ? kV - 1 : 0) + kV - 1) / kV;
   return P::kPacks == 0 || packs <= int64_t{P::kLanes} * P::kPacks * P::kCluster;
 }
 
 // False if no placement of the table holds the rows.
 template <class Placements, int kV, Lay kLay, class A, class Op>
-bool LaunchPlacement(cudaStream_t stream, const Op& op, const Geometry<Op::kSlots>& geometry, cudaError_t* status) {
+bool LaunchPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, cudaError_t* status) {
+  using G = GeometryOf<Op::kSlots, kLay>;
+  if (!layouts.template Fit<G>()) return false;
+  const int64_t rows = layouts.rows.total;
   return First(
-      Placements{}, false, [&]<class P> { return Fits<P, kV, kLay>(geometry.columns.total, geometry.rows_alike); },
+      Placements{}, false, [&]<class P> { return Fits<P, kV, kLay>(rows, layouts.columns.total, layouts.rows_alike); },
       [&]<class P> {
-        constexpr int kBlockRows = Row<P, kV, kLay, A, Geometry<Op::kSlots>>::kBlockRows;
-        const int64_t blocks = (geometry.rows.total + kBlockRows - 1) / kBlockRows * P::kCluster;
-        *status = Launch(stream, RowKernel<P, kV, kLay, A, Op>, {blocks, P::kThreads, P::kCluster}, op, geometry);
+        constexpr int kBlockRows = Row<P, kV, kLay, A, G>::kBlockRows;
+        const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * P::kCluster;
+        const Grid grid = {blocks, P::kThreads, P::kCluster};
+        *status = Launch(stream, RowKernel<P, kV, kLay, A, Op>, grid, op, layouts.template To<G>());
         return true;
       });
 }
@@ -176,7 +185,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape<kMore>&
   constexpr int kV = kPackOf<T, U>;
   if (shape.size() == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
-  const Geometry<Op::kSlots> packs(shape, kV, Op::kBroadcasts), elements(shape, 1, Op::kBroadcasts);
+  const Layouts<Op::kSlots> packs(shape, kV, Op::kBroadcasts), elements(shape, 1, Op::kBroadcasts);
   bool done = false;
   if (shape.across && packs.plain) {
     done = LaunchPlacement<typename Table::PlainAcross, kV, Lay::kPlain, A>(stream, op, packs, &status);
@@ -186,7 +195,8 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape<kMore>&
     done = LaunchPlacement<typename Table::Plain, kV, Lay::kPlain, A>(stream, op, packs, &status);
   } else if (packs.aligned) {
     done = LaunchPlacement<typename Table::General, kV, Lay::kGeneral, A>(stream, op, packs, &status);
-  } else if (!shape.across && shape.columns.count == 1) {
+  }
+  if (!done && !shape.across && shape.columns.count == 1) {
     done = LaunchPlacement<typename Table::Shifted, kV, Lay::kShifted, A>(stream, op, packs, &status);
   }
   if (done) return status;
@@ -196,6 +206,21 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape<kMore>&
     LaunchPlacement<ElementAlong, 1, Lay::kGeneral, A>(stream, op, elements, &status);
   }
   return status;
+}
+
+// The same for the commonest rows alone, in kernels with less to do: false unless they are plain, of adjacent elements,
+// and of one dtype that is not f16.
+template <class T, class U, class Op, int kMore>
+bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape, cudaError_t* status) {
+  using A = Accumulator<T>;
+  if constexpr (std::is_same_v<T, U> && !std::is_same_v<A, double> && !std::is_same_v<T, __half>) {
+    constexpr int kV = kPackOf<T, U>;
+    if (shape.across || shape.size() == 0) return false;
+    const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
+    return layouts.plain &&
+           LaunchPlacement<typename Tables<T, U, Op>::Plain, kV, Lay::kPlain, A>(stream, op, layouts, status);
+  }
+  return false;
 }
 
 // XLA aligns its buffers to 128 bytes or more; packs need 16.

@@ -78,6 +78,7 @@ class Row {
  public:
   using P = P_;
   using A = A_;
+  using Geometry = G;
   static constexpr int kV = kPack;
   static constexpr bool kShifted = kLay_ == Lay::kShifted;
   static constexpr int kSlots = G::kSlots;
@@ -236,36 +237,20 @@ class Row {
     }
   }
 
-  // A tensor of x's shape that may be absent (null): `absent` everywhere.
   template <class T>
-  __device__ auto LoadOr(const T* tensor, T absent) const {
-    if constexpr (kHeld) {
-      Held<T> held;
-#pragma unroll
-      for (Pack<T, kV>& pack : held.packs) pack = ToPack<T, kV>([=](int) { return static_cast<A>(absent); });
-      if (tensor) held = Load(tensor);
-      return held;
-    } else {
-      return [this, tensor, absent](int pack, int column) {
-        Pack<T, kV> values = ToPack<T, kV>([=](int) { return static_cast<A>(absent); });
-        if (tensor) values = Read(tensor, pack, column);
-        return [=](int i) { return values.template Widen<A>(i); };
-      };
-    }
+  static __device__ Pack<T, kV> AddPacks(const Pack<T, kV>& a, const Pack<T, kV>& b) {
+    return ToPack<T, kV>([&](int i) { return a.template Widen<A>(i) + b.template Widen<A>(i); });
   }
 
   // x + residual, rounded to their dtype and stored as the sum; x alone if there is no residual.
   template <class T>
   __device__ auto LoadSum(const T* x, const T* residual, T* sum) const {
-    const auto add = [](Pack<T, kV>& values, const Pack<T, kV>& added) {
-      values = ToPack<T, kV>([&](int i) { return values.template Widen<A>(i) + added.template Widen<A>(i); });
-    };
     if constexpr (kHeld) {
       Held<T> held = Load(x);
       if (residual) {
         const Held<T> added = Load(residual);
         ForEachPack([&](int pack, int column) {
-          add(held.packs[pack], added.packs[pack]);
+          held.packs[pack] = AddPacks(held.packs[pack], added.packs[pack]);
           Write(sum, pack, column, held.packs[pack]);
         });
       }
@@ -273,7 +258,7 @@ class Row {
     } else {
       const auto read = [=, this](int pack, int column) {
         Pack<T, kV> values = Read(x, pack, column);
-        if (residual) add(values, Read(residual, pack, column));
+        if (residual) values = AddPacks(values, Read(residual, pack, column));
         Clip(values, column, T(0.0f));
         return values;
       };
@@ -332,6 +317,25 @@ class Row {
       widen(ReadBroadcast<kSlot>(static_cast<const __half*>(operand.data), pack, column));
     }
     return values;
+  }
+
+  // use(expression of a broadcast operand of any floating dtype), its packs read before; `absent` if there is none.
+  template <int kSlot, class Use>
+  __device__ void WithOperand(const Operand& operand, A absent, const Use& use) const {
+    const auto read = [&]<class T>(const T* data) {
+      Held<T> held = {};
+      ForEachPack([&](int pack, int column) { held.packs[pack] = ReadBroadcast<kSlot>(data, pack, column); });
+      use(held);
+    };
+    if (!operand.data) {
+      use(Same(absent));
+    } else if (std::is_same_v<A, double> || operand.type == DataType::F32) {
+      read(static_cast<const A*>(operand.data));
+    } else if (operand.type == DataType::BF16) {
+      read(static_cast<const __nv_bfloat16*>(operand.data));
+    } else {
+      read(static_cast<const __half*>(operand.data));
+    }
   }
 
   // A pack of a broadcast operand; anything beyond the row's edges.

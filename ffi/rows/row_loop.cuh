@@ -1,6 +1,7 @@
-// Row kernels that also sum over the rows, column by column: one pass over the tensors gives the row results and each
-// block's share of the sums, kept in registers until the block has done all its rows. Each thread fetches its own packs
-// of the next rows into shared memory by asynchronous copies while it works on the present ones.
+// Row kernels whose blocks stay and take one row after the other: each thread fetches its own packs of the next rows
+// into shared memory by asynchronous copies while it works on the present ones. Parameters that all rows share are read
+// once; and one pass over the tensors also gives each block's share of sums over the rows, column by column, kept in
+// registers until the block has done all its rows.
 #ifndef JAXOPS_ROWS_ROW_LOOP_CUH_
 #define JAXOPS_ROWS_ROW_LOOP_CUH_
 
@@ -9,25 +10,42 @@
 
 namespace jaxops::rows {
 
-// Rows that a team holds while it keeps up to two sums for each of its columns.
-using RowLoopPlacements = Types<Along<8, 1, 2>,          //     64
-                                Along<16, 1, 2>,         //    128
-                                Along<16, 2>,            //    256
-                                Along<32, 2>,            //    512
-                                Along<64, 2>,            //   1024
-                                Along<64, 4>,            //   2048
-                                Along<256, 2, 1, 1, 2>,  //  4096
-                                Along<512, 2>,           //   8192
-                                Along<512, 2, 1, 2>,     //  16384
-                                Along<512, 2, 1, 4>,     //  32768
-                                Along<512, 2, 1, 8>,     //  65536
-                                Along<512, 2, 1, 16>>;   // 131072
+// A placement whose rows are fetched kStages - 1 ahead. kShared: parameters are kept in shared memory, not in
+// registers.
+template <class P, int kStages_, bool kShared_ = false>
+struct Looped : P {
+  static constexpr int kStages = kStages_;
+  static constexpr bool kShared = kShared_;
+};
+
+// Rows that a team holds while it keeps up to two sums for each of its columns; the comments as in rows/launch.cuh.
+template <class T>
+using SumPlacements =
+    Types<Looped<Along<8, 1, 4>, 2>,                //     64
+          Looped<Along<16, 1, 4>, 2>,               //    128
+          Looped<Along<16, 2, 2>, 2>,               //    256
+          Looped<Along<32, 2>, 2>,                  //    512
+          Looped<Along<64, 2>, 2>,                  //   1024
+          Looped<Along<64, 4>, 2>,                  //   2048
+          Looped<Along<256, 2, 1, 1, 2>, 2>,        //   4096
+          Looped<Along<256, 3, 1, 1, 2>, 2, true>,  //   6144
+          Looped<Along<512, 2>, 2>,                 //   8192
+          Looped<Along<512, 4>, 2, true>,           //  16384
+          Looped<Along<512, 4, 1, 2>, 2, true>,     //  32768
+          Looped<Along<512, 4, 1, 4>, 2, true>,     //  65536
+          Looped<Along<512, 4, 1, 8>, 2, true>,     // 131072
+          Looped<Along<512, 4, 1, 16>, 2, true>,    // 262144
+          // where a third input leaves too little shared memory for those above
+          Looped<Along<512, 2, 1, 4>, 2>, Looped<Along<512, 2, 1, 16>, 2>,
+          // 262144 columns of f32, which alone has the registers
+          std::conditional_t<sizeof(T) == 4, Looped<Along<512, 8, 1, 16>, 1, true>, Looped<Along<512, 2, 1, 16>, 2>>>;
 // All rows of a thread must begin at the same place in a pack: one row at a time.
-using ShiftedRowLoopPlacements = Types<Along<8, 3>, Along<32, 2>, Along<64, 3>, Along<256, 3>, Along<512, 3>,
-                                       Along<512, 2, 1, 4>, Along<512, 2, 1, 16>>;
-using ShortRowLoopPlacements =
-    Types<Along<32, 1>, Along<64, 2>, Along<512, 2>, Along<512, 2, 1, 4>, Along<512, 2, 1, 16>>;
-using ElementRowLoopPlacements = Types<Along<256, 8>, Along<512, 8, 1, 16>>;
+using ShiftedSumPlacements =
+    Types<Looped<Along<8, 3>, 2>, Looped<Along<32, 2>, 2>, Looped<Along<64, 3>, 2>, Looped<Along<256, 3, 1, 1, 2>, 2>,
+          Looped<Along<512, 3>, 2>, Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 4, 1, 8>, 2, true>,
+          Looped<Along<512, 4, 1, 16>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
+using ShortSumPlacements = Types<Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 2, 1, 16>, 2>>;
+using ElementSumPlacements = Types<Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 
 template <int kBytes>
 __device__ void CopyAsync(void* shared, const void* source, int bytes) {
@@ -45,26 +63,35 @@ __device__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A row whose packs have been fetched into shared memory: [input][pack][thread], 16 bytes each.
-template <class Base>
+// A row whose packs have been fetched into shared memory: stages of [input][pack][thread], 16 bytes each; behind them
+// the parameters that are kept there, [parameter][pack][16 bytes][thread].
+template <class Base, int kParameters>
 class FetchedRow : public Base {
  public:
-  static constexpr int kStages = 2;
-  static constexpr bool kFetches = Base::kV > 1;
-  static constexpr int kPackStride = Base::P::kThreads * 16;
-  static constexpr int kInputStride = Base::kHeldPacks * kPackStride;
+  using P = typename Base::P;
+  using A = typename Base::A;
+  static constexpr int kV = Base::kV;
+  static constexpr bool kFetches = kV > 1;
+  static constexpr int kVectorStride = P::kThreads * 16;
+  static constexpr int kInputStride = Base::kHeldPacks * kVectorStride;
+  static constexpr int kVectors = kV * static_cast<int>(sizeof(A)) / 16;  // of a parameter's pack
+  static constexpr int kParameterStride = P::kShared ? Base::kPerRow * kVectors * kVectorStride : 0;
+  static constexpr int SharedBytes(int inputs) {
+    return kFetches ? P::kStages * inputs * kInputStride + kParameters * kParameterStride : 0;
+  }
+  static_assert(!P::kShared || kFetches);
+  static constexpr bool kKeeps =
+      !P::kShared && P::kRows == 1 && P::kPacks <= 4 && (!Base::kShifted || P::kMinBlocks == 1);
 
-  template <int kInputs>
-  static constexpr int kStageStride = kFetches ? kInputs * kInputStride : 0;
-
-  using Base::Base;
+  // inputs: how many are fetched.
+  __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs)
+      : Base(geometry), inputs_(inputs), shared_(shared + threadIdx.x * 16), stage_(shared_) {}
 
   // Where the present rows' packs are.
-  __device__ void SetStage(char* stage) { stage_ = stage + threadIdx.x * 16; }
+  __device__ void SetStage(int stage) { stage_ = shared_ + stage * inputs_ * kInputStride; }
 
   // Turns to the rows of another; what joins the threads stays.
   __device__ void Follow(const FetchedRow& other) {
-    stage_ = other.stage_;
     this->limit_ = other.limit_;
 #pragma unroll
     for (int s = 0; s < Base::kStarts; ++s) {
@@ -80,36 +107,135 @@ class FetchedRow : public Base {
   __device__ void Fetch(const T* tensor) const {
     if constexpr (kFetches) {
       this->ForEachPack([&](int pack, int column) {
-        constexpr int kBytes = sizeof(T) * Base::kV;
+        constexpr int kBytes = sizeof(T) * kV;
         const int64_t offset = this->Offset(0, pack, column);
         int bytes = kBytes;
         if constexpr (Base::kShifted) {  // the tensor may end within the last row's last pack
           const int64_t left = (this->geometry_.size - offset) * int64_t{sizeof(T)};
           bytes = left < kBytes ? static_cast<int>(left) : kBytes;
         }
-        CopyAsync<kBytes>(stage_ + kInput * kInputStride + pack * kPackStride, tensor + offset, bytes);
+        CopyAsync<kBytes>(stage_ + kInput * kInputStride + pack * kVectorStride, tensor + offset, bytes);
       });
     }
   }
 
+  // Kept in registers where there is room, else read where it is wanted.
   template <int kInput, class T>
   __device__ auto Load(const T* tensor, T outside = T(0.0f)) const {
-    if constexpr (kFetches) {
-      typename Base::template Held<T> held = {};
-      this->ForEachPack([&](int pack, int column) {
-        held.packs[pack] =
-            *reinterpret_cast<const Pack<T, Base::kV>*>(stage_ + kInput * kInputStride + pack * kPackStride);
-        this->Clip(held.packs[pack], column, outside);
-      });
-      return held;
-    } else {
+    if constexpr (!kFetches) {
       return Base::template Load<kInput>(tensor, outside);
+    } else {
+      const auto fetched = [this, outside](int pack, int column) {
+        auto values = *reinterpret_cast<const Pack<T, kV>*>(stage_ + kInput * kInputStride + pack * kVectorStride);
+        this->Clip(values, column, outside);
+        return values;
+      };
+      if constexpr (kKeeps) {
+        typename Base::template Held<T> held = {};
+        this->ForEachPack([&](int pack, int column) { held.packs[pack] = fetched(pack, column); });
+        return held;
+      } else {
+        return [fetched](int pack, int column) {
+          return [values = fetched(pack, column)](int i) { return values.template Widen<A>(i); };
+        };
+      }
+    }
+  }
+  // Rows to which something is added are not fetched.
+  template <class T>
+  __device__ auto LoadSum(const T* x, const T*, T*) const {
+    return Load<0>(x);
+  }
+
+  // An expression that is the same for all rows, computed now and kept.
+  template <int kNumber, class E>
+  __device__ auto KeepParameter(const E& expression) const {
+    struct Registers {
+      Pack<A, kV> packs[Base::kPerRow];
+      __device__ auto operator()(int pack, int) const {
+        return [values = packs[pack % Base::kPerRow]](int i) { return values.lane[i]; };
+      }
+    };
+    char* const place = shared_ + P::kStages * inputs_ * kInputStride + kNumber * kParameterStride;
+    Registers kept = {};
+    this->ForEachPack([&](int pack, int column) {
+      if (pack >= Base::kPerRow) return;
+      const auto value = expression(pack, column);
+      Pack<A, kV> values;
+#pragma unroll
+      for (int i = 0; i < kV; ++i) values.lane[i] = value(i);
+      if constexpr (P::kShared) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+          *reinterpret_cast<uint4*>(place + (pack * kVectors + v) * kVectorStride) =
+              reinterpret_cast<const uint4*>(&values)[v];
+      } else {
+        kept.packs[pack] = values;
+      }
+    });
+    if constexpr (P::kShared) {
+      return [place](int pack, int) {
+        Pack<A, kV> values;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+          reinterpret_cast<uint4*>(&values)[v] =
+              *reinterpret_cast<const uint4*>(place + (pack % Base::kPerRow * kVectors + v) * kVectorStride);
+        return [=](int i) { return values.lane[i]; };
+      };
+    } else {
+      return kept;
     }
   }
 
  private:
-  char* stage_ = nullptr;
+  int inputs_;
+  char *shared_, *stage_;  // this thread's share
 };
+
+// op(row, op.Parameters(row), op.Scalars(row), sums...) for the rows begin, begin + step, ... below end, which
+// move(row, first) turns to. op.ForEachInput names what is fetched ahead.
+template <class RowType, class Op, class Move, class... Sums>
+__device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t step, int64_t end, const Move& move,
+                             Sums&... sums) {
+  constexpr int kStages = RowType::P::kStages;
+  const auto fetch = [&](RowType& ahead, int64_t first, int stage) {
+    if (first < end) {
+      move(ahead, first);
+      op.Narrow(ahead);
+      ahead.SetStage(stage);
+      op.ForEachInput([&]<int kInput>(const auto* tensor) { ahead.template Fetch<kInput>(tensor); });
+    }
+    CommitCopies();
+  };
+  RowType ahead = row;
+#pragma unroll
+  for (int k = 0; k < kStages - 1; ++k) fetch(ahead, begin + k * step, k);
+  move(row, begin);
+  op.Narrow(row);
+  const auto parameters = op.Parameters(row);
+  auto scalars = op.Scalars(row);
+  for (int stage = 0; begin < end; begin += step) {
+    fetch(ahead, begin + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
+    RowType next = row;
+    auto upcoming = scalars;
+    if (begin + step < end) {
+      if constexpr (kStages == 2) {
+        next.Follow(ahead);
+      } else {
+        move(next, begin + step);
+        op.Narrow(next);
+      }
+      upcoming = op.Scalars(next);
+    }
+    WaitForCopies<kStages - 1>();
+    row.SetStage(stage);
+    op(row, parameters, scalars, sums...);
+    row.Follow(next);
+    scalars = upcoming;
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+  WaitForCopies<0>();
+}
 
 // A thread's sums over the rows it has seen, for the columns of its packs.
 template <class Row, int kCount>
@@ -140,54 +266,30 @@ inline constexpr int kTeamSumBytes =
 // Block (group, chunk) takes the rows chunk * kBlockRows + k * chunks * kBlockRows of its group, k = 0, 1, ...: in
 // unaligned rows a stride that is a multiple of a pack keeps every thread on the same columns. With one chunk a group
 // each team takes all rows of a group of its own.
-// op(row, op.Parameters(row), op.Scalars(row), sums), where op.ForEachInput names what is fetched ahead.
+template <int kSlots, Lay kLay>
+using GroupsOf = Axes<kSlots, GeometryOf<kSlots, kLay>::kRowAxes>;
+
 template <class P, int kV, Lay kLay, class A, class Op>
-__global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
-    RowLoopKernel(const __grid_constant__ Op op, const __grid_constant__ Geometry<Op::kSlots> geometry,
-                  const SumResults<A> results) {
-  using RowType = FetchedRow<Row<P, kV, kLay, A, Geometry<Op::kSlots>>>;
-  constexpr int kStride = RowType::template kStageStride<Op::kInputs>;
+__device__ __forceinline__ void SumRows(const Op& op, const GeometryOf<Op::kSlots, kLay>& geometry,
+                                        const GroupsOf<Op::kSlots, kLay>& groups, const SumResults<A>& results) {
+  using RowType = FetchedRow<Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>, Op::kParameters>;
   extern __shared__ __align__(16) char shared[];
   const int64_t block = blockIdx.x / P::kCluster, end = geometry.rows.total;
   const bool one_chunk = results.chunks == 1;
   int64_t group = one_chunk ? block * P::kTeams + RowType::Team() : block / results.chunks;
-  const bool idle = group >= geometry.groups.total;  // it repeats the last group and keeps nothing
-  if (idle) group = geometry.groups.total - 1;
+  const bool idle = group >= groups.total;  // it repeats the last group and keeps nothing
+  if (idle) group = groups.total - 1;
   const int64_t chunk = one_chunk ? 0 : block - group * results.chunks;
   const int64_t every = one_chunk ? 1 : P::kTeams, step = one_chunk ? P::kRows : results.chunks * RowType::kBlockRows;
   const int64_t team = one_chunk ? 0 : RowType::Team();
   const int64_t limit = idle ? 0 : end;
   int64_t group_offsets[Op::kSlots];
-  geometry.groups.Offsets(group, group_offsets);
+  groups.Offsets(group, group_offsets);
 
-  RowType row(geometry);
+  RowType row(geometry, shared, op.Inputs());
   HeldSums<RowType, Op::kSums> sums;
-  const auto move = [&](RowType& row, int64_t begin, int stage) {
-    row.MoveTo(begin + team, every, end, group_offsets);
-    row.SetStage(shared + stage * kStride);
-    op.Narrow(row);
-    op.ForEachInput([&]<int kInput>(const auto* tensor) { row.template Fetch<kInput>(tensor); });
-  };
-  int stage = 0;
-  int64_t begin = chunk * RowType::kBlockRows;
-  move(row, begin, stage);
-  CommitCopies();
-  const auto parameters = op.Parameters(row);  // the same for all these rows
-  auto scalars = op.Scalars(row);
-  for (; begin < end; begin += step) {
-    RowType next = row;
-    auto upcoming = scalars;
-    if (begin + step < end) {
-      move(next, begin + step, stage ^= 1);
-      upcoming = op.Scalars(next);
-    }
-    CommitCopies();
-    WaitForCopies<1>();
-    op(row, parameters, scalars, sums);
-    row.Follow(next);
-    scalars = upcoming;
-  }
-  WaitForCopies<0>();
+  const auto move = [&](RowType& row, int64_t begin) { row.MoveTo(begin + team, every, end, group_offsets); };
+  LoopOverRows(row, op, chunk * RowType::kBlockRows, step, end, move, sums);
 
   // Where the sums lie: at the columns of the first rows. A team that has none adds zeros.
   row.MoveTo(chunk * RowType::kBlockRows + team, every, end, group_offsets);
@@ -231,56 +333,138 @@ __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
         write_chunk(k, column, total[k * columns + column]);
   }
 }
+template <class P, int kV, Lay kLay, class A, class Op>
+__global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
+    RowSumsKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry,
+                  const __grid_constant__ GroupsOf<Op::kSlots, kLay> groups,
+                  const __grid_constant__ SumResults<A> results) {
+  if constexpr (P::kCluster == 1 || kHaveClusters) SumRows<P, kV, kLay, A>(op, geometry, groups, results);
+}
 
 template <class Placements, int kV, Lay kLay, class A, class Op>
-bool LaunchRowLoopPlacement(cudaStream_t stream, const Op& op, const Geometry<Op::kSlots>& geometry,
-                            const SumResults<A>& results, cudaError_t* status) {
+bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts,
+                        const SumResults<A>& results, cudaError_t* status) {
+  using G = GeometryOf<Op::kSlots, kLay>;
+  if (!layouts.template Fit<G>()) return false;
+  const int64_t rows = layouts.rows.total;
   return First(
       Placements{}, false,
       [&]<class P> {
         // A shift that is the same in all rows of a thread.
         constexpr bool kShifted = kLay == Lay::kShifted;
         const int64_t step = results.chunks == 1 ? 1 : results.chunks * P::kTeams;
-        bool constant = !kShifted || geometry.rows.total <= step;
-        if (kShifted && geometry.rows.count == 1) constant = constant || step * geometry.rows.strides[0][0] % kV == 0;
-        return constant && Fits<P, kV, kLay>(geometry.columns.total, true);
+        bool constant = !kShifted || rows <= step;
+        if (kShifted && layouts.rows.count == 1) constant = constant || step * layouts.rows.strides[0][0] % kV == 0;
+        return constant &&
+               FetchedRow<Row<P, kV, kLay, A, G>, Op::kParameters>::SharedBytes(op.Inputs()) <= MostDynamicShared() &&
+               Fits<P, kV, kLay>(std::numeric_limits<int64_t>::max(), layouts.columns.total, true);
       },
       [&]<class P> {
-        using RowType = FetchedRow<Row<P, kV, kLay, A, Geometry<Op::kSlots>>>;
-        const int shared = std::max(RowType::kStages * RowType::template kStageStride<Op::kInputs>,
-                                    kTeamSumBytes<P, A, kV, Op::kSums>);
-        const int64_t groups = geometry.groups.total;
+        using RowType = FetchedRow<Row<P, kV, kLay, A, G>, Op::kParameters>;
+        const int shared = std::max(RowType::SharedBytes(op.Inputs()), kTeamSumBytes<P, A, kV, Op::kSums>);
+        const int64_t groups = layouts.groups.total;
         const int64_t blocks = results.chunks == 1 ? (groups + P::kTeams - 1) / P::kTeams : groups * results.chunks;
         const Grid grid = {blocks * P::kCluster, P::kThreads, P::kCluster, static_cast<size_t>(shared)};
-        *status = Launch(stream, RowLoopKernel<P, kV, kLay, A, Op>, grid, op, geometry, results);
-        if (*status == cudaSuccess && results.chunks > 1)
-          *status = LaunchAddChunks<Op::kSumSlot>(stream, geometry, results);
+        *status = Launch(stream, RowSumsKernel<P, kV, kLay, A, Op>, grid, op, layouts.template To<G>(),
+                         GroupsOf<Op::kSlots, kLay>(layouts.groups), results);
+        if (*status == cudaSuccess && results.chunks > 1) {
+          *status = LaunchAddChunks(stream, layouts, Op::kSumSlot, results);
+        }
         return true;
       });
 }
 
-// Runs op(row, op.Parameters(row), sums) over the rows and puts the sums over each group's rows into the results. False
-// if there is no placement for these tensors.
+// Runs op over the rows and puts the sums over each group's rows into the results. False if there is no placement for
+// these tensors.
 template <class T, class U, class Op, int kMore>
-bool LaunchRowLoop(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
+bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
                    const SumResults<Accumulator<T>>& results, cudaError_t* status) {
   using A = Accumulator<T>;
   if constexpr (!std::is_same_v<A, double>) {
     constexpr int kV = kPackOf<T, U>;
-    constexpr bool kFull = std::is_same_v<T, U> && !std::is_same_v<T, __half>;
-    using Packs = std::conditional_t<kFull, RowLoopPlacements, ShortRowLoopPlacements>;
-    using ShiftedPacks = std::conditional_t<kFull, ShiftedRowLoopPlacements, ShortRowLoopPlacements>;
-    const Geometry<Op::kSlots> geometry(shape, kV, Op::kBroadcasts);
+    constexpr bool kFull = std::is_same_v<T, U> && !std::is_same_v<T, __half> && !Op::kShort;
+    using Packs = std::conditional_t<kFull, SumPlacements<T>, ShortSumPlacements>;
+    using ShiftedPacks = std::conditional_t<kFull, ShiftedSumPlacements, ShortSumPlacements>;
+    const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     bool done = false;
-    if (!shape.across && geometry.plain) {
-      done = LaunchRowLoopPlacement<Packs, kV, Lay::kPlain, A>(stream, op, geometry, results, status);
+    if (!shape.across && layouts.plain) {
+      done = LaunchSumPlacement<Packs, kV, Lay::kPlain, A>(stream, op, layouts, results, status);
     } else if (!shape.across && shape.columns.count == 1) {
-      done = LaunchRowLoopPlacement<ShiftedPacks, kV, Lay::kShifted, A>(stream, op, geometry, results, status);
+      done = LaunchSumPlacement<ShiftedPacks, kV, Lay::kShifted, A>(stream, op, layouts, results, status);
     }
     if (done) return true;
   }
-  const Geometry<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
-  return LaunchRowLoopPlacement<ElementRowLoopPlacements, 1, Lay::kGeneral, A>(stream, op, elements, results, status);
+  const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
+  return LaunchSumPlacement<ElementSumPlacements, 1, Lay::kGeneral, A>(stream, op, elements, results, status);
+}
+
+// Blocks that stay while rows go by, in one group.
+template <class P, int kV, Lay kLay, class A, class Op>
+__global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
+    RowStreamKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry) {
+  if constexpr (P::kCluster == 1 || kHaveClusters) {
+    using RowType = FetchedRow<Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>, Op::kParameters>;
+    extern __shared__ __align__(16) char shared[];
+    const int64_t end = geometry.rows.total, begin = int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows;
+    const int64_t step = int64_t{gridDim.x / P::kCluster} * RowType::kBlockRows;
+    RowType row(geometry, shared, op.Inputs());
+    LoopOverRows(row, op, begin, step, end, [&](RowType& row, int64_t first) { row.MoveToTeam(first, end, {}); });
+  }
+}
+
+// False if no placement suits: none that holds the rows, or so few rows that nothing would be kept.
+template <class Placements, int kV, Lay kLay, class A, class Op>
+bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, cudaError_t* status) {
+  using G = GeometryOf<Op::kSlots, kLay>;
+  if (!layouts.template Fit<G>()) return false;
+  const int64_t rows = layouts.rows.total;
+  return First(
+      Placements{}, false,
+      [&]<class P> {
+        return FetchedRow<Row<P, kV, kLay, A, G>, Op::kParameters>::SharedBytes(op.Inputs()) <= MostDynamicShared() &&
+               Fits<P, kV, kLay>(rows, layouts.columns.total, layouts.rows_alike);
+      },
+      [&]<class P> {
+        using RowType = FetchedRow<Row<P, kV, kLay, A, G>, Op::kParameters>;
+        const auto kernel = RowStreamKernel<P, kV, kLay, A, Op>;
+        Grid grid = {0, P::kThreads, P::kCluster, static_cast<size_t>(RowType::SharedBytes(op.Inputs()))};
+        static const int64_t resident = ResidentClusters(kernel, grid);
+        int64_t clusters = resident;
+        if (kLay == Lay::kShifted) {  // each thread stays at one shift
+          if (layouts.rows.count > 1) return false;
+          int64_t every = 1;
+          while (every * P::kTeams * layouts.rows.strides[0][0] % kV) ++every;
+          clusters = clusters / every * every;
+        }
+        if (clusters == 0 || rows < 2 * clusters * RowType::kBlockRows) return false;
+        grid.blocks = clusters * P::kCluster;
+        *status = Launch(stream, kernel, grid, op, layouts.template To<G>());
+        return true;
+      });
+}
+
+// Runs op over the rows in one wave of blocks; false where LaunchRows should. Tables::kFewPairs, kFewAcross: up to so
+// many pairs of bytes, or columns of rows across, a kernel that holds a row and ends is as fast.
+template <class Tables, class T, class U, class Op, int kMore>
+bool LaunchRowStream(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape, cudaError_t* status) {
+  using A = Accumulator<T>;
+  if constexpr (std::is_same_v<T, U> && !std::is_same_v<A, double> && !std::is_same_v<T, __half>) {
+    constexpr int kV = kPackOf<T, U>;
+    const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
+    if (Op::kParameters > 0 && !layouts.rows_alike) return false;
+    const int64_t columns = shape.columns.total;
+    if (shape.across) {
+      return layouts.plain && columns > Tables::kFewAcross &&
+             LaunchStreamPlacement<typename Tables::Across, kV, Lay::kPlain, A>(stream, op, layouts, status);
+    }
+    if (layouts.plain) {
+      return columns > Tables::kFewPairs * int64_t{sizeof(T) / 2} &&
+             LaunchStreamPlacement<typename Tables::Plain, kV, Lay::kPlain, A>(stream, op, layouts, status);
+    }
+    return shape.columns.count == 1 &&
+           LaunchStreamPlacement<typename Tables::Shifted, kV, Lay::kShifted, A>(stream, op, layouts, status);
+  }
+  return false;
 }
 
 }  // namespace jaxops::rows

@@ -4,10 +4,10 @@ namespace jaxops {
 namespace {
 
 // y = z - max - log(sum(exp(z - max))), -inf where masked
-template <bool kNone, class T, class U>
-struct LogSoftmaxForward : LogitsOp<kNone, 1> {
+template <Given kGiven, class T, class U>
+struct LogSoftmaxForward : LogitsOp<kGiven, 1> {
   using A = Accumulator<T>;
-  LogitsOptions<kNone, A> options;
+  LogitsOptions<kGiven, A> options;
   const T* x;
   U* y;
 
@@ -32,10 +32,11 @@ struct LogSoftmaxForward : LogitsOp<kNone, 1> {
 
 // dx = scale dz, dz = dy - softmax(z) sum(dy). The softmax comes from x, not from y: exp of a rounded y would lose up
 // to |y| ulp.
-template <bool kNone, class T, class U>
-struct LogSoftmaxBackward : LogitsOp<kNone, 2> {
+template <Given kGiven, class T, class U>
+struct LogSoftmaxBackward : LogitsOp<kGiven, 2> {
   using A = Accumulator<T>;
-  LogitsOptions<kNone, A> options;
+  static constexpr bool kNone = kGiven == Given::kNone;
+  LogitsOptions<kGiven, A> options;
   const T* x;
   const U* dy;
   T* dx;

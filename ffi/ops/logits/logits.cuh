@@ -9,10 +9,13 @@
 
 namespace jaxops {
 
-// The options of a call. kNone: none is given, and the kernels are those of the plain op.
-template <bool kNone, class A>
+// The options of a call: none, all but a bias, any.
+enum class Given { kNone, kMasks, kAny };
+
+template <Given kGiven, class A>
 struct LogitsOptions {
   using Slot = LogitsCall;
+  static constexpr bool kNone = kGiven == Given::kNone;
 
   const A* scale;
   rows::Operand bias;
@@ -73,20 +76,27 @@ struct LogitsOptions {
     return bits;
   }
 
+  template <class Row>
+  struct HeldBits {
+    uint32_t packs[Row::kHeldPacks];
+    __device__ auto operator()(int pack, int) const {
+      return [bits = packs[pack]](int i) { return (bits >> i & 1u) != 0; };
+    }
+  };
+
   // The same as an expression of booleans.
   template <class Row>
   __device__ auto Visible(const Row& row) const {
-    const auto as_function = [](uint32_t bits) { return [bits](int i) { return (bits >> i & 1u) != 0; }; };
     if constexpr (kNone) {
       return [](int, int) { return [](int) { return true; }; };
     } else if constexpr (Row::kHeld) {
-      struct Bits {
-        uint32_t packs[Row::kHeldPacks];
-      } held = {};
+      HeldBits<Row> held = {};
       row.ForEachPack([&](int pack, int column) { held.packs[pack] = VisibleBits(row, pack, column); });
-      return [=](int pack, int) { return as_function(held.packs[pack]); };
+      return held;
     } else {
-      return [this, &row, as_function](int pack, int column) { return as_function(VisibleBits(row, pack, column)); };
+      return [this, &row](int pack, int column) {
+        return [bits = VisibleBits(row, pack, column)](int i) { return (bits >> i & 1u) != 0; };
+      };
     }
   }
 
@@ -94,8 +104,23 @@ struct LogitsOptions {
   template <class T, class Row>
   __device__ auto Load(const Row& row, const T* x) const {
     constexpr A kMasked = -std::numeric_limits<A>::infinity();
+    const auto logit = [](A value, bool seen, A s, A b) { return seen ? value * s + b : kMasked; };
     if constexpr (kNone) {
       return std::pair(row.template Load<0>(x, T(kMasked)), Visible(row));
+    } else if constexpr (kGiven == Given::kMasks) {
+      const auto raw = row.template Load<0>(x);
+      const auto visible = Visible(row);
+      return std::pair(row.Keep(rows::Map(logit, raw, visible, Scale(row), row.Same(A{0}))), visible);
+    } else if constexpr (Row::kHeld && !Row::P::kAcross && Row::kLay != rows::Lay::kGeneral) {
+      // The bias's dtype is asked for once, not for each pack: else no read could start before the last had ended.
+      const auto raw = row.template Load<0>(x);
+      const auto scales = Scale(row);
+      std::pair<typename Row::template Held<A>, HeldBits<Row>> out;
+      row.template WithOperand<Slot::kBias>(bias, A{0}, [&](const auto& biases) {
+        out.second = Visible(row);
+        out.first = row.Keep(rows::Map(logit, raw, out.second, scales, biases));
+      });
+      return out;
     } else {
       const auto raw = row.template Load<0>(x);
       const auto biases = [this, &row](int pack, int column) {
@@ -103,7 +128,6 @@ struct LogitsOptions {
         return [=](int i) { return values.lane[i]; };
       };
       const auto visible = Visible(row);
-      const auto logit = [=](A value, bool seen, A s, A b) { return seen ? value * s + b : kMasked; };
       return std::pair(row.Keep(rows::Map(logit, raw, visible, Scale(row), biases)), visible);
     }
   }
@@ -122,15 +146,26 @@ struct LogitsOptions {
 };
 
 // What the row library wants to know of an op with these options.
-template <bool kNone, int kInputs_>
+template <Given kGiven, int kInputs_>
 struct LogitsOp {
+  static constexpr bool kNone = kGiven == Given::kNone;
   static constexpr int kInputs = kInputs_, kSlots = kNone ? 1 : LogitsCall::kSlots,
                        kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
-  static constexpr int kSums = 1, kSumSlot = LogitsCall::kSum;
+  static constexpr int kParameters = 0, kSums = 1, kSumSlot = LogitsCall::kSum;
   static constexpr bool kShort = !kNone;
+  __host__ __device__ int Inputs() const { return kInputs; }
 };
 
-template <template <bool, class, class> class Op>
+// The backward kernels' rows across; the comments: columns.
+struct LogitsStreams {
+  static constexpr int64_t kFewPairs = 0, kFewAcross = 512;
+  using Plain = Types<>;
+  using Shifted = Types<>;
+  using Across = Types<rows::Looped<rows::Across<4, 64, 8, 2>, 3>,   // 1024
+                       rows::Looped<rows::Across<4, 64, 8, 8>, 3>>;  // 4096
+};
+
+template <template <Given, class, class> class Op>
 Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
   LogitsCall call;
@@ -138,14 +173,18 @@ Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::Remaini
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {call.x, call.scale, call.bias, call.where, call.y}));
   return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
     if (call.has_options()) {
-      return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<false, T, U>(call), call.shape));
+      cudaError_t status = cudaSuccess;
+      if (!call.bias && rows::LaunchPlainRows<T, U>(stream, Op<Given::kMasks, T, U>(call), call.shape, &status)) {
+        return FromCuda(handler, status);
+      }
+      return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape));
     }
-    return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<true, T, U>(call), call.shape));
+    return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kNone, T, U>(call), call.shape));
   });
 }
 
-// first and second have the dtypes T and U of Op<kNone, T, U>, which sums dz over rows where dbias is wanted.
-template <template <bool, class, class> class Op>
+// first and second have the dtypes T and U of Op<kGiven, T, U>, which sums dz over rows where dbias is wanted.
+template <template <Given, class, class> class Op>
 Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
                      const AnyBuffer& second) {
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {call.x, call.scale, call.bias, call.where, call.dy, call.y}));
@@ -153,15 +192,20 @@ Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall&
     if (call.sums.count) {
       const rows::SumResults<Accumulator<T>> sums(call.sums, call.shape, true, false);
       cudaError_t status = cudaSuccess;
-      if (!rows::LaunchRowLoop<T, U>(stream, Op<false, T, U>(call), call.shape, sums, &status)) {
+      if (!rows::LaunchRowSums<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape, sums, &status)) {
         return Invalid(handler, "no kernel sums the bias gradient over rows of this length");
       }
       return FromCuda(handler, status);
     }
     if (call.has_options()) {
-      return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<false, T, U>(call), call.shape));
+      return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape));
     }
-    return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<true, T, U>(call), call.shape));
+    const Op<Given::kNone, T, U> op(call);
+    cudaError_t status = cudaSuccess;
+    if (rows::LaunchRowStream<LogitsStreams, T, U>(stream, op, call.shape, &status)) {
+      return FromCuda(handler, status);
+    }
+    return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, call.shape));
   });
 }
 

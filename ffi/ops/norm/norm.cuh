@@ -32,6 +32,7 @@ struct NormForwardOp {
   using A = Accumulator<T>;
   static constexpr int kInputs = 1, kSlots = Slot::kWhere + 1,
                        kBroadcasts = 1 << Slot::kScale | 1 << Slot::kBias | 1 << Slot::kWhere;
+  static constexpr int kParameters = kCentred ? 2 : 1;
   static constexpr bool kShort = kWhere;
 
   const T *x, *residual;
@@ -42,7 +43,30 @@ struct NormForwardOp {
   T* sum;
   A *mean_out, *rstd_out;
 
+  template <class Visit>
+  __device__ void ForEachInput(const Visit& visit) const {
+    visit.template operator()<0>(x);
+  }
+  __host__ __device__ int Inputs() const { return 1; }
+  __device__ void Narrow(auto&) const {}
+  // scale and bias
+  __device__ auto Parameters(const auto& row) const {
+    const auto scales = row.template KeepParameter<0>(row.template LoadParameter<Slot::kScale>(scale, A{1}));
+    if constexpr (kCentred) {
+      return std::pair(scales, row.template KeepParameter<1>(row.template LoadParameter<Slot::kBias>(bias, A{0})));
+    } else {
+      return std::pair(scales, row.Same(A{0}));
+    }
+  }
+  __device__ int Scalars(const auto&) const { return 0; }
   __device__ void operator()(auto& row) const {
+    (*this)(row,
+            std::pair(row.template LoadParameter<Slot::kScale>(scale, A{1}),
+                      row.template LoadParameter<Slot::kBias>(bias, A{0})),
+            0);
+  }
+
+  __device__ void operator()(auto& row, const auto& parameters, int) const {
     const auto values = row.LoadSum(x, residual, sum);
     const auto weights = Weights<kWhere, A>(row, where);
     const auto weighted = [](A value, A weight) { return kWhere ? (weight != 0 ? value : A{0}) : value; };
@@ -65,8 +89,7 @@ struct NormForwardOp {
     if constexpr (kCentred) row.template StoreRow<Slot::kRow>(mean_out, mean);
     row.template StoreRow<Slot::kRow>(rstd_out, rstd);
     const auto result = [](A value, A mean, A rstd, A s, A b) { return (value - mean) * rstd * s + b; };
-    row.Store(y, rows::Map(result, values, mean, rstd, row.template LoadParameter<Slot::kScale>(scale, A{1}),
-                           row.template LoadParameter<Slot::kBias>(bias, A{0})));
+    row.Store(y, rows::Map(result, values, mean, rstd, parameters.first, parameters.second));
   }
 };
 
@@ -78,7 +101,7 @@ struct NormBackwardOp {
   using A = Accumulator<T>;
   static constexpr int kInputs = 2, kSlots = Slot::kSlots,
                        kBroadcasts = 1 << Slot::kScale | 1 << Slot::kBias | 1 << Slot::kWhere;
-  static constexpr int kSums = kCentred ? 2 : 1, kSumSlot = Slot::kSum;
+  static constexpr int kParameters = 1, kSums = kCentred ? 2 : 1, kSumSlot = Slot::kSum;
   static constexpr bool kShort = kWhere;
 
   const T* x;
@@ -93,10 +116,12 @@ struct NormBackwardOp {
   __device__ void ForEachInput(const Visit& visit) const {
     visit.template operator()<0>(x);
     visit.template operator()<1>(dy);
+    if (dsum) visit.template operator()<2>(dsum);
   }
+  __host__ __device__ int Inputs() const { return dsum ? 3 : 2; }
   __device__ void Narrow(auto&) const {}
   __device__ auto Parameters(const auto& row) const {
-    return row.Keep(row.template LoadParameter<Slot::kScale>(scale, A{1}));
+    return row.template KeepParameter<0>(row.template LoadParameter<Slot::kScale>(scale, A{1}));
   }
   // mean and rstd
   __device__ auto Scalars(const auto& row) const {
@@ -110,9 +135,9 @@ struct NormBackwardOp {
   __device__ void operator()(auto& row, const auto& scales, const auto& statistics, auto&... sums_of_columns) const {
     const auto values = row.template Load<0>(x);
     const auto cotangent = row.template Load<1>(dy);
-    const auto added = row.LoadOr(dsum, T(0.0f));
     const auto& [m, r] = statistics;
-    const auto normalised = rows::Map([](A value, A m, A r) { return (value - m) * r; }, values, m, r);
+    const auto normalised =
+        rows::Map([](A value, A m, A r) { return (kCentred ? value - m : value) * r; }, values, m, r);
     const auto gradient = rows::Map([](A g, A s) { return g * s; }, cotangent, scales);
     const auto product = [](A g, A x_hat) { return g * x_hat; };
     const auto sums = row.template Reduce<rows::Sum>(gradient, rows::Map(product, gradient, normalised));
@@ -124,10 +149,15 @@ struct NormBackwardOp {
     const auto scaled = [](A sum, A share) { return sum * share; };
     const auto mean_g = row.Each([=](A sum, A share) { return kCentred ? sum * share : A{0}; }, sums.first, share);
     const auto mean_gx = row.Each(scaled, sums.second, share);
-    const auto result = [](A g, A x_hat, A w, A r, A mean_g, A mean_gx, A added) {
-      return r * (g - w * (mean_g + x_hat * mean_gx)) + added;
+    const auto result = [](A g, A x_hat, A w, A r, A mean_g, A mean_gx) {
+      return r * (kWhere ? g - w * fma(x_hat, mean_gx, mean_g) : fma(-x_hat, mean_gx, g - mean_g));
     };
-    row.Store(dx, rows::Map(result, gradient, normalised, weights, r, mean_g, mean_gx, added));
+    const auto own = rows::Map(result, gradient, normalised, weights, r, mean_g, mean_gx);
+    if (dsum) {
+      row.Store(dx, rows::Map([](A own, A added) { return own + added; }, own, row.template Load<2>(dsum)));
+    } else {
+      row.Store(dx, own);
+    }
     if constexpr (kCentred) {
       (sums_of_columns.Add(row, rows::Map(product, cotangent, normalised), cotangent), ...);
     } else {
@@ -157,6 +187,28 @@ struct ParameterGradients {
   }
 };
 
+// What the forward kernel's blocks hold beside scale and bias; the comments: columns of 16-bit elements.
+template <bool kCentred, class T>
+struct NormStreams {
+  template <class P, int kStages, bool kShared>
+  using Looped = rows::Looped<P, kStages, kShared>;
+  static constexpr int64_t kFewPairs = kCentred ? 6144 : 8192, kFewAcross = 0;
+  using Plain = Types<Looped<rows::Along<256, 4, 1, 1, 2>, 2, true>,  //   8192
+                      Looped<rows::Along<512, 4>, 2, true>,           //  16384
+                      Looped<rows::Along<512, 4, 1, 2>, 2, true>,     //  32768
+                      Looped<rows::Along<256, 4, 1, 8, 2>, 2, true>,  //  65536
+                      Looped<rows::Along<512, 4, 1, 8>, 2, true>,     // 131072
+                      Looped<rows::Along<512, 4, 1, 16>, 2, true>,    // 262144
+                      // f32 alone has the registers
+                      std::conditional_t<sizeof(T) == 4, Looped<rows::Along<512, 8, 1, 16>, 2, false>,
+                                         Looped<rows::Along<512, 4, 1, 16>, 2, true>>>;
+  using Shifted = Types<Looped<rows::Along<8, 3>, 2, false>, Looped<rows::Along<32, 2>, 2, false>,
+                        Looped<rows::Along<64, 3>, 2, true>, Looped<rows::Along<256, 3, 1, 1, 3>, 2, true>,
+                        Looped<rows::Along<512, 3>, 2, true>, Looped<rows::Along<256, 4, 1, 8, 2>, 2, true>,
+                        Looped<rows::Along<512, 4, 1, 8>, 2, true>>;
+  using Across = Types<>;
+};
+
 template <bool kCentred>
 Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
               bool has_residual, bool has_scale, bool has_bias, bool has_where, double epsilon) {
@@ -182,6 +234,12 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
           .mean_out = rows::DataOrNull<A>(call.mean),
           .rstd_out = rows::DataOrNull<A>(call.rstd),
       };
+      if constexpr (!kWhere) {
+        cudaError_t status = cudaSuccess;
+        const bool streamed = (call.scale || call.bias) && !call.residual &&
+                              rows::LaunchRowStream<NormStreams<kCentred, T>, T, U>(stream, op, call.shape, &status);
+        if (streamed) return FromCuda(handler, status);
+      }
       return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, call.shape));
     };
     if constexpr (kCentred) {
@@ -218,7 +276,7 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
       cudaError_t status = cudaSuccess;
       if constexpr (!kWhere) {
         const bool looped =
-            call.sums.count && !call.shape.across && rows::LaunchRowLoop<T, U>(stream, op, call.shape, sums, &status);
+            call.sums.count && !call.shape.across && rows::LaunchRowSums<T, U>(stream, op, call.shape, sums, &status);
         if (looped) return FromCuda(handler, status);
       }
       status = rows::LaunchRows<T, U>(stream, op, call.ungrouped);

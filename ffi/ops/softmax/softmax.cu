@@ -4,10 +4,10 @@ namespace jaxops {
 namespace {
 
 // y = exp(z - max) / sum(exp(z - max)), 0 where masked
-template <bool kNone, class T, class U>
-struct SoftmaxForward : LogitsOp<kNone, 1> {
+template <Given kGiven, class T, class U>
+struct SoftmaxForward : LogitsOp<kGiven, 1> {
   using A = Accumulator<T>;
-  LogitsOptions<kNone, A> options;
+  LogitsOptions<kGiven, A> options;
   const T* x;
   U* y;
 
@@ -30,10 +30,11 @@ struct SoftmaxForward : LogitsOp<kNone, 1> {
 };
 
 // dx = scale dz, dz = y (dy - <y, dy>)
-template <bool kNone, class T, class U>
-struct SoftmaxBackward : LogitsOp<kNone, 2> {
+template <Given kGiven, class T, class U>
+struct SoftmaxBackward : LogitsOp<kGiven, 2> {
   using A = Accumulator<T>;
-  LogitsOptions<kNone, A> options;
+  static constexpr bool kNone = kGiven == Given::kNone;
+  LogitsOptions<kGiven, A> options;
   const T *y, *dy;
   U* dx;
   bool masked;
