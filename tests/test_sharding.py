@@ -45,8 +45,12 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("kind", BOTH, ids=str)
-@pytest.mark.parametrize("op, split", EXPECTED)
+@pytest.mark.parametrize(
+    "op, split, kind",
+    [(*case, AxisType.Auto) for case in EXPECTED]
+    + [(*case, AxisType.Explicit) for case in EXPECTED if "options" not in case[0]],
+    ids=str,
+)
 def test_collectives(op, split, kind):
     """The reductions of a few values a row and of parameter gradients, each once, and nothing else."""
     case, splits = transformations.OPS[op], {"rows": ROWS, "columns": COLUMNS}[split]
