@@ -309,11 +309,13 @@ class _MatmulKernel(Kernel):
         return [out, z.astype(spec.dtype)] if preactivation else [out]
 
     def batch(self, operands, dims, *, spec, preactivation):
-        """A batch axis; where only lhs is mapped and there is no other, an axis of m instead: still one product."""
+        """A batch axis; where rhs is not mapped and there is no other, an axis of m instead: still one product."""
         moved = [
             jnp.expand_dims(x, 0) if dim is None else jnp.moveaxis(x, dim, 0)
             for x, dim in zip(operands, dims, strict=True)
         ]
+        if dims[0] is dims[1] is None:  # a bias for each entry, of one product
+            moved[0] = jnp.broadcast_to(moved[0], (operands[2].shape[dims[2]], *operands[0].shape))
         m, n, k = spec.counts
         if dims[1] is None and operands[1].ndim == n + k and not spec.lhs_transposed:
             moved[1] = operands[1]
