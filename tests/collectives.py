@@ -13,10 +13,12 @@ def collectives(compiled) -> Counter:
     """How many arrays of how many elements (those of one device's result) each kind of operation communicates."""
     found: Counter = Counter()
     for result, kind, start in re.findall(rf"= (.*?) ({_KINDS})(-start)?\(", compiled.as_text()):
-        sizes = [math.prod(int(d) for d in dims.split(",") if d) for dims in re.findall(r"\w+\[([\d,]*)\]", result)]
-        if start and kind != "all-reduce":  # operands and results
-            sizes = sizes[len(sizes) // 2 :]
-        found.update((kind, size) for size in sizes)
+        if result.startswith("(("):  # of an asynchronous start: ((operands), results)
+            result = result[result.index(")") :]
+        elif start and kind != "all-reduce":  # (operand, result)
+            result = result[result.index(",", result.index("]")) :]
+        sizes = re.findall(r"\b(?:[fb]\w*|[su]\d+)\[([\d,]*)\]", result)
+        found.update((kind, math.prod(int(d) for d in dims.split(",") if d)) for dims in sizes)
     return found
 
 

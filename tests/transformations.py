@@ -358,7 +358,7 @@ def _debug(f, *xs):
 
     def step(*xs):
         y = f(*xs)
-        jax.debug.callback(lambda v: seen.append(v), jnp.sum(y))
+        jax.debug.callback(lambda v: seen.append(np.asarray(v)), y)
         return y
 
     y = jax.jit(step)(*xs)

@@ -283,12 +283,39 @@ class _MatmulKernel(Kernel):
         )
         return restore(out[:count])
 
+    def local(self, run, shards, scatter, *operands, spec, preactivation) -> list[jax.Array]:
+        """Where k is split, the partial products are summed, then come bias and activation."""
+        lhs, rhs, *bias = operands
+        layout = self.layout(*operands, spec=spec, preactivation=preactivation)
+        over = [axis for name in layout.summed for axis in shards.get(name, ())]
+        if not over:
+            return run(*operands, spec=spec, preactivation=preactivation)
+        (z,) = run(lhs, rhs, spec=spec._replace(activation=None), preactivation=False)
+        for name, axes in scatter.items():
+            dimension = layout.results[0].index(name)
+            z = lax.psum_scatter(z, axes, scatter_dimension=dimension, tiled=True)
+            over = [axis for axis in over if axis not in axes]
+            size = z.shape[dimension]
+            bias = [
+                lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dimension)
+                if x.shape[dimension] != 1
+                else x
+                for x in bias
+            ]
+        z = lax.psum(z, over) if over else z
+        wide = accumulator(lhs.dtype, spec.dtype)
+        z = z.astype(wide) + bias[0].astype(wide) if bias else z.astype(wide)
+        out = _ACTIVATIONS[spec.activation](z).astype(spec.dtype)
+        return [out, z.astype(spec.dtype)] if preactivation else [out]
+
     def batch(self, operands, dims, *, spec, preactivation):
-        """A batch axis; where only lhs is mapped and there is no other, an axis of m instead: still one product."""
+        """A batch axis; where rhs is not mapped and there is no other, an axis of m instead: still one product."""
         moved = [
             jnp.expand_dims(x, 0) if dim is None else jnp.moveaxis(x, dim, 0)
             for x, dim in zip(operands, dims, strict=True)
         ]
+        if dims[0] is dims[1] is None:  # a bias for each entry, of one product
+            moved[0] = jnp.broadcast_to(moved[0], (operands[2].shape[dims[2]], *operands[0].shape))
         m, n, k = spec.counts
         if dims[1] is None and operands[1].ndim == n + k and not spec.lhs_transposed:
             moved[1] = operands[1]
