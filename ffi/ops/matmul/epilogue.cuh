@@ -18,9 +18,7 @@ __device__ inline float Exp(float x) {
   const float rest = fmaf(x, kLow, fmaf(x, kLog2E, -t)), power = exp2f(t);
   return isinf(power) || power == 0 ? power : fmaf(power, rest * kLn2, power);
 }
-__device__ inline double Exp(double x) { return exp(x); }
 __device__ inline float Divide(float a, float b) { return __fdividef(a, b); }  // within 2 units in the last place
-__device__ inline double Divide(double a, double b) { return a / b; }
 
 // t exp(-x^2 + polynomial(t)) with t = 1 / (1 + |x| / 2) for x >= 0, and 2 - that for x < 0: within 1.2e-7 of erfc
 // relative to it everywhere (a Chebyshev fit, Press et al., Numerical Recipes, 6.2), in a third of erfcf's
@@ -34,7 +32,6 @@ __device__ inline float Erfc(float x) {
   const float y = t * Exp(fmaf(-x, x, sum));
   return x < 0 ? 2 - y : y;  // no number for no number
 }
-__device__ inline double Erfc(double x) { return erfc(x); }
 
 // One switch for all values: within it they stay in registers.
 template <class A, int kCount>

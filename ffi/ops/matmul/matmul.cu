@@ -34,7 +34,7 @@ using WgmmaOperands =
 
 // The kernels that run on every GPU take operands of one dtype; the result's may be f32.
 using GeneralPairs = Types<Pair<__nv_bfloat16, __nv_bfloat16>, Pair<__nv_bfloat16, float>, Pair<__half, __half>,
-                           Pair<__half, float>, Pair<float, float>, Pair<double, double>>;
+                           Pair<__half, float>, Pair<float, float>>;
 
 // How an operand of the tensor cores' kernel is copied first. The order is part of the calling convention.
 enum class OperandCopy : int32_t { kNone, kAsItLies, kTransposed, kCount };

@@ -1,4 +1,5 @@
-// f32 and f64 matmul on the ordinary arithmetic units: exact products, sums in the operands' own precision.
+// f32 matmul on the ordinary arithmetic units: what the tensor cores' kernel cannot take, infinite or no numbers in
+// full precision and operands that are not aligned to 16 bytes.
 //
 // 256 threads compute a tile of 16 kQuad x 2 square. Each thread has four kQuad x kQuad squares half a tile apart, so
 // that the warp's reads of shared memory are whole vectors without bank conflicts. Two tiles of operands: while one is
@@ -13,8 +14,8 @@ namespace jaxops::matmul {
 template <class A>
 struct SimtTile {
   static constexpr int kThreads = 256, kDepth = 8;
-  static constexpr int kQuad = 16 / sizeof(A);  // 4 floats or 2 doubles: one 16-byte access
-  static constexpr int kSize = 16 * 2 * kQuad;  // 128 or 64
+  static constexpr int kQuad = 16 / sizeof(A);  // one 16-byte access
+  static constexpr int kSize = 16 * 2 * kQuad;  // 128
   static constexpr int kPitch = kSize + kQuad;  // lanes that store along k hit different banks
   static constexpr int kLoads = kSize * kDepth / kThreads;
 };
