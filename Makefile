@@ -1,4 +1,4 @@
-# make build | test | matrix | demo | bench OP=softmax | sanitize-gpu | docs | wheel | fmt | lint
+# make build | test | test-all | matrix | demo | bench OP=softmax | sanitize-gpu | docs | wheel | fmt | lint
 # PYTHON chooses the interpreter (3.11 or newer), JAX a version of jax (0.10.0, 0.11.2, ...; default: the newest
 # supported one); each pair gets an environment of its own. CUDA=OFF leaves the GPU half out. ARGS is handed to the demo,
 # the tests and the benchmarks.
@@ -16,7 +16,7 @@ python := $(VENV)/bin/python
 jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
 headers := build/ffi_headers
 
-.PHONY: build test matrix demo bench sanitize-gpu docs wheel fmt lint clean
+.PHONY: build test test-all matrix demo bench sanitize-gpu docs wheel fmt lint clean
 .DEFAULT_GOAL := build
 
 $(VENV)/ready: pyproject.toml
@@ -40,6 +40,10 @@ build: $(VENV)/ready $(headers)/ready
 
 test: build
 	$(python) -m pytest $(ARGS)
+
+# With the slow tests.
+test-all: build
+	$(python) -m pytest -m '' $(ARGS)
 
 # Every op under every transformation of JAX, on the devices here.
 matrix: build

@@ -74,6 +74,7 @@ def test_calls(load, tmp_path):
     assert float(rows[0]["ceiling"]) > 0
 
 
+@pytest.mark.slow
 def test_train(bench, capsys):
     rows = bench("train", file="train")
     assert [row["direction"] for row in rows] == [

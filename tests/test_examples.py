@@ -31,7 +31,7 @@ def losses(directory):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning")
-@pytest.mark.parametrize("library", ["linen", "nnx"])
+@pytest.mark.parametrize("library", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_train(example, library, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(example, "compare", lambda *arguments: {"flax": 1.0, "jaxops": 2.0})
     run = ["--library", library, "--save-every", "3", "--out"]
@@ -58,6 +58,7 @@ def test_train(example, library, tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose(losses(tmp_path / "parts"), whole, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_compare(example):
     size = example.SIZES["tiny"]
     rates = example.compare(size, "linen", example.read_text(None), rounds=1, steps=1)
