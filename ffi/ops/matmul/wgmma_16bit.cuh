@@ -2,7 +2,7 @@
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_16BIT_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_16BIT_CUH_
 
-#include "ops/matmul/wgmma.cuh"
+#include "ops/matmul/wgmma_tiles.cuh"
 
 namespace jaxops::matmul {
 

@@ -1,4 +1,4 @@
-#include "ops/matmul/wgmma.cuh"
+#include "ops/matmul/wgmma_tiles.cuh"
 
 namespace jaxops::matmul {
 

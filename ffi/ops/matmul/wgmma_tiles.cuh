@@ -1,0 +1,165 @@
+// Launches of the tensor cores' kernel: which tiles there are, what the copy engine is told, partial results summed.
+#ifndef JAXOPS_OPS_MATMUL_WGMMA_TILES_CUH_
+#define JAXOPS_OPS_MATMUL_WGMMA_TILES_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/launch.cuh"
+#include "ops/matmul/epilogue.cuh"
+#include "ops/matmul/wgmma.cuh"
+#include "ops/matmul/wgmma_launch.h"
+
+namespace jaxops::matmul {
+
+// out = activation(the sum of the partial results, in order, + bias). A block takes 32 packs of 4 adjacent elements; a
+// warp sums every 8th partial result, the first warp their sums.
+inline constexpr int kPartialCount = 4, kPartialWarps = 8;
+template <class U>
+__global__ void __launch_bounds__(kPartialWarps * 32) SumPartials(const Problem p, const float* partials, int splits) {
+  __shared__ float4 sums[kPartialWarps][32];
+  const int64_t packs = (p.n + kPartialCount - 1) / kPartialCount, size = p.batches * p.m * p.n;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t index = blockIdx.x * int64_t{32} + lane, line = index / packs;
+  const int64_t column = (index - line * packs) * kPartialCount, batch = line / p.m;
+  const bool inside = line < p.batches * p.m;
+  float4 sum = {};
+  if (inside) {
+    const float* const from = partials + line * p.n + column;
+#pragma unroll 4
+    for (int split = warp; split < splits; split += kPartialWarps) {
+      const float* const values = from + split * size;
+      float4 add = {};
+      if (p.n % kPartialCount == 0) {
+        add = *reinterpret_cast<const float4*>(values);
+      } else {
+        add.x = values[0];
+        if (column + 1 < p.n) add.y = values[1];
+        if (column + 2 < p.n) add.z = values[2];
+        if (column + 3 < p.n) add.w = values[3];
+      }
+      sum = make_float4(sum.x + add.x, sum.y + add.y, sum.z + add.z, sum.w + add.w);
+    }
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || !inside) return;
+#pragma unroll
+  for (int i = 1; i < kPartialWarps; ++i) {
+    const float4 add = sums[i][lane];
+    sum = make_float4(sum.x + add.x, sum.y + add.y, sum.z + add.z, sum.w + add.w);
+  }
+  const float values[kPartialCount] = {sum.x, sum.y, sum.z, sum.w};
+  StoreRow<U>(p, batch, p.bias ? p.batch.At(batch).bias : 0, line - batch * p.m, column, values);
+}
+
+template <class T>
+inline constexpr CUtensorMapDataType kCopyType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+template <>
+inline constexpr CUtensorMapDataType kCopyType<__nv_bfloat16> = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+template <>
+inline constexpr CUtensorMapDataType kCopyType<__half> = CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+template <>
+inline constexpr CUtensorMapDataType kCopyType<float> = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+
+template <class T>
+hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space, int64_t depth, int tile) {
+  const bool along_depth = major == Major::kDepth;
+  return {operand.data,
+          kCopyType<T>,
+          sizeof(T),
+          along_depth ? depth : space,
+          along_depth ? space : depth,
+          operand.slices,
+          operand.stride,
+          along_depth ? tile : static_cast<int>(hopper::kBoxRowBytes / sizeof(T))};
+}
+
+inline bool IsAligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
+template <class Tile, class P>
+  requires(Tile::kWhole || P::kLhs == Major::kDepth)
+cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
+  using T = typename P::T;
+  using V = typename P::V;
+  const bool split = plan.partials != nullptr, wide = split || plan.wide_out;
+  const bool in_cluster = plan.splits > 1 && !split;
+  if ((in_cluster && !Tile::kSplitsInCluster) || (!Tile::kWhole && p.m > Tile::kRows)) return cudaErrorNotSupported;
+  WgmmaArguments arguments = {};
+  arguments.problem = p;
+  arguments.splits = plan.splits;
+  arguments.cluster = in_cluster ? plan.splits : 1;
+  arguments.band = plan.band;
+  arguments.promote = plan.promote;
+  arguments.wide_out = wide;
+  arguments.unfit = plan.unfit;
+  Problem& q = arguments.problem;
+  if (split) {
+    q.out = plan.partials;
+    q.bias = q.preactivation = nullptr;
+    q.activation = Activation::kNone;
+  }
+  cudaError_t status = hopper::Describe(View<T>(plan.lhs, P::kLhs, p.m, p.k, Tile::kRows), &arguments.lhs);
+  if (status == cudaSuccess)
+    status = hopper::Describe(View<V>(plan.rhs, P::kRhs, p.n, p.k, Tile::kColumns), &arguments.rhs);
+  const int out_bytes = wide ? 4 : 2;
+  arguments.boxes_out = p.n * out_bytes % 16 == 0 && IsAligned(q.out) && IsAligned(q.preactivation);
+  if (!arguments.boxes_out && !Tile::kStoresAnyRows) return cudaErrorNotSupported;
+  if (arguments.boxes_out && status == cudaSuccess) {
+    hopper::TensorView view = {q.out,     wide ? kCopyType<float> : kCopyType<typename P::Narrow>,
+                               out_bytes, p.n,
+                               p.m,       p.batches * (split ? plan.splits : 1),
+                               p.n,       64};
+    status = hopper::Describe(view, &arguments.out);
+    if (q.preactivation && status == cudaSuccess) {
+      view.data = q.preactivation;
+      status = hopper::Describe(view, &arguments.preactivation);
+    }
+  }
+  if (status != cudaSuccess) return status;
+  int device = 0, multiprocessors = 0;
+  status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  const auto tiles = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  const int64_t works = tiles(p.m, Tile::kRows) * tiles(p.n, Tile::kColumns) * p.batches * plan.splits;
+  if (std::max({p.m, p.n, p.k}) > kMost - 512 || works > kMost / 2) return cudaErrorNotSupported;
+  status = Launch(stream, WgmmaMatmul<Tile, P>,
+                  {in_cluster ? works : std::min<int64_t>(works, multiprocessors * Tile::kResident), Tile::kThreads,
+                   arguments.cluster, Tile::kSharedBytes},
+                  arguments);
+  if (!split || status != cudaSuccess) return status;
+  const int64_t packs = p.batches * p.m * tiles(p.n, kPartialCount);
+  const Grid grid = {tiles(packs, 32), kPartialWarps * 32};
+  return plan.wide_out ? Launch(stream, SumPartials<float>, grid, p, plan.partials, plan.splits)
+                       : Launch(stream, SumPartials<typename P::Narrow>, grid, p, plan.partials, plan.splits);
+}
+
+// Rows along m are loaded 64 at a time.
+template <class Tile, class P>
+cudaError_t LaunchTile(cudaStream_t, const Problem&, const WgmmaPlan&) {
+  return cudaErrorNotSupported;
+}
+
+// The tile of the plan among Tiles.
+template <class P, class... Tiles>
+cudaError_t LaunchPlanned(Types<Tiles...>, cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
+  cudaError_t status = cudaErrorNotSupported;
+  (void)((plan.tile_rows == Tiles::kRows && plan.tile_columns == Tiles::kColumns &&
+          plan.ping_pong == Tiles::kPingPong && (status = LaunchTile<Tiles, P>(stream, p, plan), true)) ||
+         ...);
+  return status;
+}
+
+using WgmmaTiles =
+    Types<WgmmaTile<32, 64, 1, 7, Schedule::kCooperative, 2>, WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>,
+          WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
+          WgmmaTile<128, 192, 2, 4, Schedule::kPingPong>, WgmmaTile<128, 256, 2, 4>, WgmmaTile<256, 192, 2, 3>>;
+// Promoted sums take twice the registers.
+using PromotedTiles =
+    Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 192, 2, 4>>;
+
+}  // namespace jaxops::matmul
+
+#endif  // JAXOPS_OPS_MATMUL_WGMMA_TILES_CUH_
