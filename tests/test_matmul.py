@@ -561,3 +561,13 @@ def test_a_training_step_of_an_mlp_is_our_calls_alone():
     assert "stablehlo.dot" not in text
     matrices = [line for line in text.splitlines() if "stablehlo.convert" in line and "2048x8192" in line]
     assert not matrices  # the weights and their gradients stay in bf16
+
+
+@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+def test_a_product_left_to_xla_is_the_one_that_jax_asks_for():
+    def dots(function):
+        operands = (jax.ShapeDtypeStruct((64, 96), jnp.bfloat16), jax.ShapeDtypeStruct((96, 32), jnp.bfloat16))
+        text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        return [line.split(":", 1)[1] for line in text.splitlines() if "stablehlo.dot_general" in line]
+
+    assert dots(jaxops.matmul) == dots(jnp.matmul) and len(dots(jnp.matmul)) == 1

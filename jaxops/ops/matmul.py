@@ -183,12 +183,16 @@ class _MatmulKernel(Kernel):
         return [lhs, rhs, *bias], spec._replace(counts=(1, 1, 1)), lambda out: [x.reshape(shape) for x in out]
 
     def plain(self, *operands, spec, preactivation) -> list[jax.Array]:
+        return self._on_xla(*operands, spec=spec, preactivation=preactivation)
+
+    def _on_xla(self, *operands, spec, preactivation, sums: np.dtype | None = None) -> list[jax.Array]:
+        """XLA's own dot; `sums`: its result's dtype, by default that in which bias and activation are applied."""
         (lhs, rhs, *bias), spec, restore = self._flat(*operands, spec=spec)
         rank = lhs.ndim
         precision = _plain_precision(lhs.dtype, rhs.dtype, spec.precision)
-        wide = accumulator(lhs.dtype, spec.dtype)
+        wide = sums or accumulator(lhs.dtype, spec.dtype)
         if lhs.dtype != rhs.dtype:  # 8-bit floats, for which jnp.matmul defines no promotion
-            lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+            lhs, rhs = (x.astype(accumulator(spec.dtype)) for x in (lhs, rhs))
         batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
         shared = [a for a in range(rank - 2) if lhs.shape[a] == rhs.shape[a]]
         if len(shared) < rank - 2:  # operands that broadcast along a batch axis: let jnp.matmul arrange it
@@ -245,7 +249,10 @@ class _MatmulKernel(Kernel):
         lhs, rhs, *_ = operands
         choice = self.choice(*operands, spec=spec, preactivation=preactivation)
         if choice.kernel == "xla":
-            return restore(self.plain(*operands, spec=spec, preactivation=preactivation))
+            # A product alone is asked for in its own dtype: XLA rounds f32 results in a kernel of their own.
+            alone = len(operands) == 2 and spec.activation is None
+            sums = spec.dtype if alone else None
+            return restore(self._on_xla(*operands, spec=spec, preactivation=preactivation, sums=sums))
         results = self.abstract(*operands, spec=spec, preactivation=preactivation)
         count, out = len(results), results[0]
         arithmetic = choices.ARITHMETICS.get(_arithmetic(lhs.dtype, rhs.dtype, spec.precision))
