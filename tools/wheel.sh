@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds, for one Python, the wheel and the source distribution into dist/: `tools/wheel.sh python3.12`.
 # CUDA=OFF leaves the GPU half out; CUDA_ARCHITECTURES (default: release) chooses its architectures. The wheel's platform
-# tag is the oldest manylinux whose symbols it needs.
+# tag is the oldest manylinux whose symbols it needs. Kernels are compressed for size: a tenth of nvcc's default.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:?usage: tools/wheel.sh PYTHON}
@@ -12,6 +12,7 @@ rm -rf "$environment/dist"
 "$environment/bin/python" -m build --outdir "$environment/dist" \
   -C cmake.define.JAXOPS_CUDA="${CUDA:-ON}" \
   -C cmake.define.JAXOPS_CUDA_ARCHITECTURES="${CUDA_ARCHITECTURES:-release}" \
+  -C cmake.define.CMAKE_CUDA_FLAGS=--compress-mode=size \
   -C build-dir="$environment/cmake"
 mkdir -p dist
 PATH="$PWD/$environment/bin:$PATH" "$environment/bin/auditwheel" repair --wheel-dir dist "$environment"/dist/*.whl
