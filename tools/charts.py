@@ -25,9 +25,9 @@ LINES = {
 
 
 def read_rows(path: Path, device: str = "NVIDIA") -> list[dict[str, str]]:
-    """The last row of every measurement on such a device."""
+    """The last row of every measurement on such a device; none of a file of another kind, without directions."""
     with path.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["device"].startswith(device)]
+        rows = [row for row in csv.DictReader(file) if row["device"].startswith(device) and "direction" in row]
     return list({(row["direction"], row["shape"], row["dtype"]): row for row in rows}.values())
 
 
