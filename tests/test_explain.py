@@ -37,7 +37,7 @@ def test_calls():
 
 @pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
 def test_the_chosen_kernel_is_named():
-    x, w = (jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),) * 2
+    x, w = (jax.ShapeDtypeStruct((4095, 4097), jnp.bfloat16), jax.ShapeDtypeStruct((4097, 4093), jnp.bfloat16))
     (product,) = jaxops.explain(jaxops.matmul, x, w, platform="cuda").calls
     assert product.runs_on == "jaxops"
     assert product.detail.startswith("on a GPU wgmma (tile ")
