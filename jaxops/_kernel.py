@@ -139,7 +139,7 @@ class Kernel:
     def local(self, run: Callable, shards: Shards, scatter: Shards, *operands, **params) -> list[jax.Array]:
         """The kernel on one device's part of the operands; run: `call_target` or `plain`. See `partitioned`."""
         if shards:
-            raise NotImplementedError
+            raise NotImplementedError(f"{self.name} has no rule for axes that are split: {sorted(shards)}")
         return run(*operands, **params)
 
     def ffi_call(self, results: Sequence[ShapedArray], *operands, **attributes) -> list[jax.Array]:

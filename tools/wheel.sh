@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds, for one Python, the wheel and the source distribution into dist/: `tools/wheel.sh python3.12`.
 # CUDA=OFF leaves the GPU half out; CUDA_ARCHITECTURES (default: release) chooses its architectures. The wheel's platform
-# tag is the oldest manylinux whose symbols it needs. Kernels are compressed for size: a tenth of nvcc's default.
+# tag is the oldest manylinux whose symbols it needs. Kernels are compressed for size.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:?usage: tools/wheel.sh PYTHON}

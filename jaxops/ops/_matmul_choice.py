@@ -40,8 +40,7 @@ def local_device() -> Device:
 class Product:
     """A matmul: `batches` products [m, k] @ [k, n].
 
-    arithmetic: one of ARITHMETICS. lhs_transposed: lhs lies as [k, m]; rhs_transposed: rhs as [n, k]. lhs_batches,
-    rhs_batches: as many matrices has the operand.
+    arithmetic: one of ARITHMETICS. lhs_transposed: lhs lies as [k, m]; rhs_transposed: rhs as [n, k].
     """
 
     m: int
@@ -51,8 +50,6 @@ class Product:
     lhs_transposed: bool = False
     rhs_transposed: bool = False
     batches: int = 1
-    lhs_batches: int = 1
-    rhs_batches: int = 1
     result_bytes: int = 2  # an element
 
 
@@ -188,7 +185,7 @@ def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, dev
     store = (_PLAIN_STORE if plain else _STORE) * max(tile.rows, 64) * tile.columns / (128 * 256)
     store *= 2 if tile.ping_pong else waves  # a warpgroup has the whole tile, but only the last one shows
     compute = waves * (2 * max(tile.rows, 64) * tile.columns * depth / rate) + store
-    read = (product.lhs_batches * m * k + product.rhs_batches * k * n) * itemsize
+    read = batches * (m * k + k * n) * itemsize
     shared = blocks / splits * (min(tile.rows, m) + min(tile.columns, n)) * k * itemsize * terms
     written = batches * m * n * (4 * splits if partials else product.result_bytes)
     busy = min(1, blocks / device.multiprocessors)  # the share of the multiprocessors that load

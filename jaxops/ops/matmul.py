@@ -222,7 +222,7 @@ class _MatmulKernel(Kernel):
             arithmetic,
             spec.lhs_transposed,
             spec.rhs_transposed,
-            *(math.prod(x.shape[:-2]) for x in (out, lhs, rhs)),
+            math.prod(out.shape[:-2]),
             out.dtype.itemsize,
         )
         return choices.choose(product, choices.local_device(), bool(bias) or spec.activation is not None)
@@ -249,7 +249,7 @@ class _MatmulKernel(Kernel):
         lhs, rhs, *_ = operands
         choice = self.choice(*operands, spec=spec, preactivation=preactivation)
         if choice.kernel == "xla":
-            # A product alone is asked for in its own dtype: XLA rounds f32 results in a kernel of their own.
+            # A product alone is asked for in its own dtype, as jax.numpy asks for it.
             alone = len(operands) == 2 and spec.activation is None
             sums = spec.dtype if alone else None
             return restore(self._on_xla(*operands, spec=spec, preactivation=preactivation, sums=sums))

@@ -99,8 +99,8 @@ class ResultStore {
       }
   }
 
-  // Sums with bias and activation, or to rows of any alignment: long code, once, in a loop. Unrolled, it did not stay
-  // in the instruction cache and took up to half of the time of a tile.
+  // Sums with bias and activation, or to rows of any alignment: long code, once, in a loop. Unrolled, the
+  // kernels were up to half slower (benchmarks/TUNING.md), probably for want of room in the instruction cache.
   template <class U>
   __device__ void StoreFinished(const Sums& sums, int first_row, const WgmmaWork& work, bool preactivation) {
     constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U), kGroups = kWidth / 16;  // a buffer's
