@@ -249,20 +249,23 @@ def _slower_than_xla(product: Product, activation: bool) -> str | None:
     return "16 bits, aligned: XLA's own dot is ahead by 1 to 5 %, and by more for few rows and small products"
 
 
-def choose(product: Product, device: Device, activation: bool = False) -> Choice:
-    """The kernel for a product on a device; activation: whether the result has a bias or an activation."""
-    if not all(isinstance(size, int | np.integer) for size in (product.m, product.n, product.k, product.batches)):
-        return Choice("xla", "the shape is symbolic")
-    lhs_copy, rhs_copy = _copies(product)
-    if device.capability != "9.0":
-        if product.arithmetic == "16bit" and lhs_copy + rhs_copy:
-            return Choice("general", "rows that are not aligned to 16 bytes")
-        return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
-    if why := _slower_than_xla(product, activation):
-        return Choice("xla", why)
-    tile, splits, partials = _best_tile(product, device, activation)
+def with_tile(product: Product, tile: Tile, splits: int = 1, partials: bool = False) -> Choice:
+    """Hopper's kernel with a tile and a split of k."""
     # The truncation of the tensor cores grows with the number of products that they sum, as f32's own rounding does.
     promote = 0
     if ARITHMETICS[product.arithmetic].promoted:
         promote = 1 if product.arithmetic == "f8" else 3 if product.k < 2048 else 6
-    return Choice("wgmma", "Hopper's tensor cores", tile, splits, partials, promote, lhs_copy, rhs_copy)
+    return Choice("wgmma", "Hopper's tensor cores", tile, splits, partials, promote, *_copies(product))
+
+
+def choose(product: Product, device: Device, activation: bool = False) -> Choice:
+    """The kernel for a product on a device; activation: whether the result has a bias or an activation."""
+    if not all(isinstance(size, int | np.integer) for size in (product.m, product.n, product.k, product.batches)):
+        return Choice("xla", "the shape is symbolic")
+    if device.capability != "9.0":
+        if product.arithmetic == "16bit" and any(_copies(product)):
+            return Choice("general", "rows that are not aligned to 16 bytes")
+        return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
+    if why := _slower_than_xla(product, activation):
+        return Choice("xla", why)
+    return with_tile(product, *_best_tile(product, device, activation))

@@ -1,0 +1,224 @@
+"""Every tile of matmul's Hopper kernels, whatever the table would choose: values against float64, and the same bits at
+every launch."""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from row_cases import assert_matches
+
+from jaxops import _kernel
+from jaxops._rows import accumulator
+from jaxops.ops import _matmul_choice as choices
+from jaxops.ops import matmul as ops
+
+
+def _on_hopper() -> bool:
+    return jax.default_backend() == "gpu" and choices.local_device().capability == "9.0"
+
+
+pytestmark = pytest.mark.skipif(
+    not _on_hopper() or "matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="needs a Hopper GPU"
+)
+
+
+class Operands(NamedTuple):
+    """The operands' dtypes, the precision that gives an arithmetic, its rounding error of a product."""
+
+    arithmetic: str
+    lhs: str
+    rhs: str
+    results: tuple[str, ...]
+    precision: str
+    rounding: float
+
+
+OPERANDS = [
+    Operands("16bit", "bfloat16", "bfloat16", ("bfloat16", "float32"), "default", 2**-23),
+    Operands("16bit", "float16", "float16", ("float16", "float32"), "default", 2**-23),
+    Operands("tf32", "float32", "float32", ("float32",), "default", 2**-10),
+    Operands("f32", "float32", "float32", ("float32",), "highest", 2**-23),
+    # The tensor cores keep 14 bits of a sum of products of 8-bit floats.
+    Operands("f8", "float8_e4m3fn", "float8_e4m3fn", ("bfloat16", "float32"), "highest", 2**-13),
+    Operands("f8", "float8_e5m2", "float8_e4m3fn", ("bfloat16",), "highest", 2**-13),
+    Operands("f8 fast", "float8_e4m3fn", "float8_e5m2", ("bfloat16", "float32"), "default", 2**-12),
+    Operands("f8 fast", "float8_e5m2", "float8_e5m2", ("float32",), "default", 2**-12),
+]
+
+#: Operands, tile, split of k, and whether its parts are summed by another kernel.
+CONFIGURATIONS = [
+    (operands, tile, splits, partials)
+    for operands in OPERANDS
+    for tile in choices.TILES[operands.arithmetic]
+    for splits, partials in ((1, False), (2, False), (3, True), (5, False))
+    if splits == 1 or (not tile.ping_pong and (partials or tile.clusters))
+]
+
+
+def name_of(part) -> str | None:
+    if isinstance(part, Operands):
+        return f"{part.arithmetic} {part.lhs} {part.rhs}"
+    return f"{part.rows}x{part.columns}{'pp' if part.ping_pong else ''}" if isinstance(part, choices.Tile) else None
+
+
+every_configuration = pytest.mark.parametrize("operands, tile, splits, partials", CONFIGURATIONS, ids=name_of)
+
+
+class Case(NamedTuple):
+    m: int
+    n: int
+    k: int
+    layout: str = "NN"
+    result: str = ""
+    batches: tuple[int, int] = ()  # of lhs and of rhs
+    bias: bool = False
+    activation: str | None = None
+    preactivation: bool = False
+
+    def draw(self, rng, operands: Operands) -> list[jax.Array]:
+        left = (self.m, self.k)[:: -1 if self.layout[0] == "T" else 1]
+        right = (self.k, self.n)[:: -1 if self.layout[1] == "T" else 1]
+        shapes = [
+            ((*self.batches[i : i + 1], *shape), d)
+            for i, (shape, d) in enumerate([(left, operands.lhs), (right, operands.rhs)])
+        ]
+        drawn = [jnp.asarray(rng.standard_normal(s), jnp.float32).astype(d) for s, d in shapes]
+        if self.bias:
+            wide = accumulator(operands.lhs, operands.rhs, self.result)
+            drawn.append(jnp.asarray(rng.standard_normal((*(1 for _ in self.batches[:1]), 1, self.n)), wide))
+        return drawn
+
+    def run(self, operands: Operands, lhs, rhs, bias=None) -> list[jax.Array]:
+        transposed = (self.layout[0] == "T", self.layout[1] == "T")
+        precision = ops._precision(operands.precision)
+        spec = ops._Spec(*transposed, np.dtype(self.result), self.activation, precision)
+        return ops._kernel(lhs, rhs, bias, spec, self.preactivation)
+
+    def exact(self, lhs, rhs, bias=None) -> list[np.ndarray]:
+        lhs, rhs = (
+            np.swapaxes(wide, -1, -2) if transposed == "T" else wide
+            for wide, transposed in zip((np.asarray(x, np.float64) for x in (lhs, rhs)), self.layout, strict=True)
+        )
+        z = lhs @ rhs + (0 if bias is None else np.asarray(bias, np.float64))
+        with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+            y = np.asarray(ops._ACTIVATIONS[self.activation](jnp.asarray(z)))
+        return [y, z] if self.preactivation else [y]
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Makes one configuration the choice for every product; where it can not be, the call fails."""
+
+    def force(tile, splits, partials):
+        monkeypatch.setattr(choices, "choose", lambda product, *_: choices.with_tile(product, tile, splits, partials))
+
+    return force
+
+
+def fits(case: Case, tile, splits, partials) -> bool:
+    aligned = case.n * np.dtype(case.result).itemsize % 16 == 0
+    rows = tile.rows >= 64 or (case.m <= tile.rows and case.layout[0] == "N")
+    return rows and (aligned or partials or tile.stores_any_rows) and case.k >= 16 * splits
+
+
+def check(operands: Operands, cases: list[Case], rng):
+    drawn = [case.draw(rng, operands) for case in cases]
+    results = jax.jit(lambda drawn: [c.run(operands, *xs) for c, xs in zip(cases, drawn, strict=True)])(drawn)
+    for case, xs, got in zip(cases, drawn, results, strict=True):
+        for ours, wanted in zip(got, case.exact(*xs), strict=True):
+            eps = float(jnp.finfo(ours.dtype).eps)
+            rounding = 4 + (4 + 0.5 * case.k**0.5) * operands.rounding / eps
+            assert_matches(ours, wanted, str(case), rounding)
+
+
+@every_configuration
+def test_layouts(operands, tile, splits, partials, force, rng):
+    force(tile, splits, partials)
+    shapes = [(200, 328, 256), (333, 515, 1027), (1, 8, 96), (64, 1000, 640), (129, 257, 4100)]
+    shapes += [(17, 400, 2048), (32, 65, 513)]
+    cases = [
+        Case(m, n, k, layout, result)
+        for (m, n, k), layout, result in itertools.product(shapes, ("NN", "NT", "TN", "TT"), operands.results)
+    ]
+    cases = [case for case in cases if fits(case, tile, splits, partials)]
+    assert cases
+    check(operands, cases, rng)
+
+
+@every_configuration
+def test_epilogues(operands, tile, splits, partials, force, rng):
+    force(tile, splits, partials)
+    cases = [
+        Case(m, n, k, layout, result, (), bias, activation, preactivation)
+        for (m, n, k, layout) in ((200, 328, 256, "NN"), (333, 515, 640, "NT"), (30, 264, 512, "NN"))
+        for result in operands.results
+        for bias, activation, preactivation in (
+            (True, None, False),
+            (True, "relu", True),
+            (True, "gelu", False),
+            (False, "gelu", True),
+            (True, "gelu_exact", True),
+            (True, "silu", True),
+        )
+    ]
+    cases = [case for case in cases if fits(case, tile, splits, partials)]
+    assert cases
+    check(operands, cases, rng)
+
+
+@every_configuration
+def test_batches(operands, tile, splits, partials, force, rng):
+    force(tile, splits, partials)
+    cases = [
+        Case(m, n, k, layout, result, batches)
+        for m, n, k in ((130, 264, 256), (31, 129, 333))
+        for layout in ("NN", "NT", "TN", "TT")
+        for result in operands.results[:1]
+        for batches in ((3, 3), (3, 1), (1, 3))
+    ]
+    cases = [case for case in cases if fits(case, tile, splits, partials)]
+    assert cases
+    check(operands, cases, rng)
+
+
+@pytest.mark.parametrize("operands", OPERANDS, ids=name_of)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_shapes(operands, seed, monkeypatch):
+    """Sizes from 1 to 5000, the tile that is expected to be the fastest."""
+
+    def best(product, device, activation=False):
+        return choices.with_tile(product, *choices._best_tile(product, device, activation))
+
+    monkeypatch.setattr(choices, "choose", best)
+    rng = np.random.default_rng(seed)
+    cases = []
+    for _ in range(12):
+        m, n, k = (int(5000 ** rng.uniform()) for _ in range(3))
+        layout, result = rng.choice(["NN", "NT", "TN", "TT"]), rng.choice(operands.results)
+        batches = ((), (), (2, 2), (3, 1))[rng.integers(4)]
+        cases.append(Case(m, n, k, str(layout), str(result), batches))
+    check(operands, cases, rng)
+
+
+@pytest.mark.slow
+@every_configuration
+def test_400_launches_give_the_same_bits(operands, tile, splits, partials, force, rng):
+    """A race between the stages of a tile shows in a few launches of hundreds."""
+    force(tile, splits, partials)
+    m = min(tile.rows, 32) if tile.rows < 64 else 1160
+    layouts = ("NN", "NT") if tile.rows < 64 else ("NN", "TT")
+    cases = [Case(m, 1032, 1096, layout, result) for layout in layouts for result in operands.results]
+    drawn = [case.draw(rng, operands) for case in cases]
+
+    @jax.jit
+    def run(drawn):
+        results = [case.run(operands, *xs)[0] for case, xs in zip(cases, drawn, strict=True)]
+        return [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in results]
+
+    first = run(drawn)
+    differ = jax.jit(lambda a, b: jnp.stack([jnp.any(x != y) for x, y in zip(a, b, strict=True)]).astype(jnp.int32))
+    counts = sum(differ(run(drawn), first) for _ in range(400))
+    assert not np.any(counts), f"{counts} of 400 launches differ: {cases}"
