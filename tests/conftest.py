@@ -1,8 +1,8 @@
 import os
 import zlib
 
-# Before jax: eight devices wherever the tests run.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Before jax: eight devices wherever the tests run, unless the caller says otherwise.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 
 import jax
 import numpy as np

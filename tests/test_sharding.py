@@ -15,14 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxops
 
-pytestmark = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 
 BOTH = (AxisType.Auto, AxisType.Explicit)
 
 ROWS = {"b": "data", "t": "model"}
 COLUMNS = {"b": "data", "c": "model"}
 #: What is reduced over devices, forward and besides with the gradients: words of axes, whose sizes on one device are
-#: multiplied. Nothing is ever gathered.
+#: multiplied. It is reduced over the devices over which other axes are split. Nothing is ever gathered.
 EXPECTED = {
     ("softmax", "rows"): ([], []),
     ("softmax", "columns"): (["bt", "bt"], ["bt"]),
@@ -58,8 +58,10 @@ def test_collectives(op, split, kind, on_gpu):
     local = {a: d // mesh.shape.get(splits.get(a), 1) for a, d in transformations.SIZES.items()}
 
     def sizes(words):
-        found = (int(w[0]) * sizes([w[1:]])[0] if w[0].isdigit() else math.prod(local[a] for a in w) for w in words)
-        return list(found)
+        for word in words:
+            times, axes = (int(word[0]), word[1:]) if word[0].isdigit() else (1, word)
+            if math.prod(mesh.shape[splits[a]] for a in set(splits) - set(axes)) > 1:
+                yield times * math.prod(local[a] for a in axes)
 
     def gradients(*xs):
         return jax.value_and_grad(lambda *xs: jnp.sum(jnp.sin(case.ours(*xs))), transformations.every(xs))(*xs)
@@ -72,7 +74,7 @@ def test_collectives(op, split, kind, on_gpu):
         wanted = Counter(("all-reduce", d) for d in sizes(words))
         if on_gpu:  # which XLA joins, and the scalars with them: the sum itself, and the gradient of a scale
             assert set(by_kind(found)) <= {"all-reduce"}
-            assert by_kind(found).get("all-reduce", 0) <= by_kind(wanted).get("all-reduce", 0) + 8
+            assert 0 <= by_kind(found).get("all-reduce", 0) - by_kind(wanted).get("all-reduce", 0) <= 8
         else:
             found.pop(("all-reduce", 1), None)
             assert found == wanted
@@ -167,7 +169,9 @@ def test_operands_split_differently():
 @pytest.mark.parametrize("axes", [("data", "model"), ("data",), ("model",)], ids=["FSDP and TP", "FSDP", "TP"])
 def test_transformer_layer(axes, rng):
     """The same loss and parameters as with plain jax.nn after a step of training, and no more communication."""
-    mesh = transformations.make_mesh()
+    if len(axes) == 2 and len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    mesh = transformations.make_mesh(first="data" if "data" in axes else "model")
     params = transformer.parameters(64, 8, 128)
     x, targets = rng.standard_normal((8, 16, 64)).astype(np.float32), rng.integers(0, 128, (8, 16))
     shardings = {

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
@@ -369,10 +369,12 @@ def _debug(f, *xs):
 # --- many devices ---
 
 
-def make_mesh(kind=AxisType.Auto):
-    """All devices, an even number of them up to 8, as data and model."""
+def make_mesh(kind=AxisType.Auto, first="model"):
+    """All devices, an even number of them up to 8, as data and model; `first`: which of the two are two if there are
+    no more."""
     count = 2 ** min(3, int(np.log2(len(jax.devices()))))
     shape = (max(1, count // 2), min(2, count))
+    shape = shape[::-1] if count == 2 and first == "data" else shape
     return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:count])
 
 
