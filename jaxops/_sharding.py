@@ -7,21 +7,22 @@ split how in the program of one device.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-# The one private import: what is lowered through custom_partitioning must know the devices at that time, and JAX has
-# no public way to say so.
+# The private imports, for which JAX has no public way: what is lowered through custom_partitioning must know the
+# devices at that time, and inside a shard_map over a part of the mesh its shardings come as XLA has them.
 from jax._src.dispatch import prim_requires_devices_during_lowering  # isort: skip
+from jax._src.sharding_impls import parse_flatten_op_sharding  # isort: skip
 
 #: The mesh axes over which each named axis is split; one that is not split is not there.
 Shards = dict[str, tuple[str, ...]]
@@ -106,6 +107,37 @@ def _whole(x: jax.Array) -> jax.Array:
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
 
 
+class _Group(NamedTuple):
+    """What is partitioned inside a shard_map over some axes of a mesh: over the other ones, a group of devices."""
+
+    mesh: Mesh  # with all axes
+    axes: Mesh  # one group, with the other axes
+
+    @classmethod
+    def of(cls, current: AbstractMesh, devices: Iterable[jax.Device]) -> _Group:
+        """From the mesh of the trace; where there is none, everything is one group in which nothing is split."""
+        found = sorted(devices, key=lambda device: device.id)
+        if current.empty:
+            alone = Mesh(found[:1], ("devices",))
+            return cls(alone, alone)
+        mesh = Mesh(np.reshape(found, current.axis_sizes), current.axis_names)
+        free = {
+            name: size
+            for name, size, kind in zip(current.axis_names, current.axis_sizes, current.axis_types, strict=True)
+            if kind != AxisType.Manual
+        }
+        group = np.reshape(found[: math.prod(free.values())], tuple(free.values()))
+        return cls(mesh, Mesh(group, tuple(free)))
+
+    def decode(self, info: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """An operand or result with its sharding over the group."""
+        spec = PartitionSpec()
+        if self.axes.size > 1:
+            (spec, *_) = parse_flatten_op_sharding(info.sharding._hlo_sharding, self.axes)
+        spec = PartitionSpec(*spec, *[None] * (len(info.shape) - len(spec)))
+        return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(self.axes, spec))
+
+
 def requires_devices(primitive: Primitive) -> None:
     """Must be called for every primitive that is lowered with `partitioned`."""
     prim_requires_devices_during_lowering.add(primitive)
@@ -134,16 +166,13 @@ def partitioned(
         return [reshard_like(x, aval) for x, aval in zip(local({}, {}, *map(_whole, xs)), results, strict=True)]
 
     x64 = jax.config.jax_enable_x64
+    current = jax.sharding.get_abstract_mesh()
 
     def partition(mesh, operand_infos, result_infos):
-        if mesh.empty:  # JAX does not tell it inside a shard_map over a part of the mesh: there nothing stays split
-            whole = NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("devices",)), PartitionSpec())
-            return (
-                whole.mesh,
-                functools.partial(local, {}, {}),
-                [whole] * len(result_infos),
-                (whole,) * len(operand_infos),
-            )
+        whole = mesh
+        if mesh.empty:
+            whole, mesh = group = _Group.of(current, operand_infos[0].sharding.device_set)
+            operand_infos, result_infos = ([*map(group.decode, infos)] for infos in (operand_infos, result_infos))
         shards: Shards = {}
         known = {name for names in layout.operands for name in names}
 
@@ -169,11 +198,11 @@ def partitioned(
 
         def run(*xs):
             # XLA calls this from where it likes; the caller's Explicit mesh is not that of one device's program.
-            with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return local(shards, scatter, *xs)
 
         outputs = [sharding(names, shards | scatter) for names in layout.results]
-        return mesh, run, outputs, tuple(sharding(names, shards) for names in layout.operands)
+        return whole, run, outputs, tuple(sharding(names, shards) for names in layout.operands)
 
     rule = " -> ".join(", ".join(map(" ".join, side)) for side in (layout.operands, layout.results))
     function.def_partition(partition=partition, sharding_rule=rule)
