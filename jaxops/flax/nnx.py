@@ -17,7 +17,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jaxops._kernel import warn_fallback
-from jaxops.flax import _layers
+from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
 from jaxops.ops.matmul import dot_general
 
@@ -42,7 +42,7 @@ _Model = TypeVar("_Model", bound=nnx.Module)
 def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nnx.Module], residual: Any) -> Any:
     given = (layer.scale, layer.bias if centred else None)
     scale, bias = (value[...] if value else None for value in given)
-    why = _layers.why_no_norm(layer) or _layers.why_no_norm_of(x, scale, bias)
+    why = _functions.why_no_norm(layer) or _functions.why_no_norm_of(x, scale, bias)
     if not centred and mask is not None:
         why = why or "a mask has no kernel"
     if why:
@@ -55,7 +55,7 @@ def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn
     promoted, *parameters = layer.promote_dtype(arrays, dtype=layer.dtype)
     if layer.promote_dtype is not dtypes.promote_dtype:
         x = promoted  # else the kernel reads x as it is: the result is the nearer one
-    return _layers.normalise(
+    return _functions.normalise(
         x,
         *(parameters if centred else (*parameters, None)),
         mask,
@@ -125,7 +125,7 @@ def _why_no_product(layer: Any) -> str | None:
 def _product(layer: Any, inputs: jax.Array, axes, batch_axes, activation, out_sharding) -> jax.Array:
     bias = None if layer.bias is None else layer.bias[...]
     inputs, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
-    return _layers.contract(
+    return _functions.contract(
         inputs,
         kernel,
         bias,
@@ -266,34 +266,42 @@ def dot_product_attention(
     wide = None if weighted else jnp.promote_types(query.dtype, jnp.float32)
     precision = precision if weighted else None
     einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=dot_general)
-    batch, (queries, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
-    if heads != groups:
-        grouped = query.reshape(*batch, queries, groups, heads // groups, query.shape[-1])
-        logits = einsum("...qhgd,...khd->...hgqk", grouped, key, preferred_element_type=wide)
-        logits = logits.reshape(*batch, heads, queries, keys)
-    else:
-        logits = _layers.query_key(query, key, dot_general, precision=precision, preferred_element_type=wide)
-    uniform = module is not None or drops  # the weights themselves are looked at
-    weights = _layers.attention_weights(
-        logits,
+
+    def score(query, key):
+        if heads == groups:
+            options = {"precision": precision, "preferred_element_type": wide}
+            return _functions.query_key(query, key, dot_general, **options)
+        query = query.reshape(*query.shape[:-2], groups, heads // groups, query.shape[-1])
+        logits = einsum("...qhgd,...khd->...hgqk", query, key, preferred_element_type=wide)
+        return logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])
+
+    def mix(weights, value):
+        if heads == groups:
+            return _functions.weights_value(weights, value, dot_general, precision=precision)
+        weights = weights.reshape(*weights.shape[:-3], groups, heads // groups, *weights.shape[-2:])
+        out = einsum("...hgqk,...khd->...qhgd", weights, value)
+        return out.reshape(*out.shape[:-3], heads, out.shape[-1])
+
+    def change(weights):
+        if module:
+            module.sow(nnx.Intermediate, "attention_weights", weights)
+        if drops:
+            leading = key.ndim - 2
+            weights = _functions.drop(weights, dropout_rng, dropout_rate, broadcast_dropout, leading, query.dtype)
+        return weights
+
+    return _functions.attend(
+        query,
+        key,
+        value,
         bias,
         mask,
-        scale=query.shape[-1] ** -0.5,
+        score=score,
+        mix=mix,
         causal=is_causal,
         dtype=query.dtype,
-        uniform=uniform,
+        change=change if module is not None or drops else None,
     )
-    if module:
-        module.sow(nnx.Intermediate, "attention_weights", weights)
-    if drops:
-        weights = _layers.drop(weights, dropout_rng, dropout_rate, broadcast_dropout, key.ndim - 2, query.dtype)
-    if heads != groups:
-        weights = weights.reshape(*batch, groups, heads // groups, queries, keys)
-        out = einsum("...hgqk,...khd->...qhgd", weights, value)
-        out = out.reshape(*batch, queries, heads, value.shape[-1])
-    else:
-        out = _layers.weights_value(weights, value, dot_general, precision=precision)
-    return out if uniform else _layers.restore_rows(out, value, mask, is_causal)
 
 
 def dot_product_attention_with_rope(
@@ -378,7 +386,7 @@ def _own_attention(attention: Callable[..., Any], products: bool = True) -> Call
 def _why_not(layer: nnx.Module) -> str | None:
     """Why a layer of a class in `_SWAPS` stays Flax's."""
     if isinstance(layer, nnx.LayerNorm | nnx.RMSNorm):
-        return _layers.why_no_norm(layer)
+        return _functions.why_no_norm(layer)
     if isinstance(layer, nnx.MultiHeadAttention):
         name = getattr(layer.attention_fn, "__name__", layer.attention_fn)
         return None if _own_attention(layer.attention_fn) else f"attention_fn= is {name}"

@@ -1,0 +1,210 @@
+"""flax.linen's normalisation and dense layers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import meta
+from flax.linen import dtypes
+
+from jaxops._kernel import warn_fallback
+from jaxops.flax import _functions
+
+
+def raw(layer: type[nn.Module]) -> Callable[..., Any]:
+    """A layer's own `__call__`, without what linen wraps around it."""
+    return inspect.unwrap(layer.__call__)
+
+
+# Normalisation
+
+
+def why_no_norm(layer: Any) -> str | None:
+    return _functions.why_no_norm(layer)
+
+
+def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn.Module], residual: Any = None) -> Any:
+    why = why_no_norm(layer) or _functions.why_no_norm_of(x)
+    if not centred and mask is not None:
+        why = why or "a mask has no kernel"
+    if why:
+        warn_fallback(flax.__name__, why)
+        total = x if residual is None else x + residual
+        y = raw(flax)(layer, total, mask=mask)
+        return y if residual is None else (y, total)
+    shape = [x.shape[a] for a in _functions.canonical_axes(layer.feature_axes, x.ndim)]
+    scale = layer.param("scale", layer.scale_init, shape, layer.param_dtype) if layer.use_scale else None
+    use_bias = centred and layer.use_bias
+    bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype) if use_bias else None
+    return _functions.normalise(
+        jnp.asarray(x),
+        scale,
+        bias,
+        mask,
+        centred=centred,
+        reduction_axes=layer.reduction_axes,
+        feature_axes=layer.feature_axes,
+        epsilon=layer.epsilon,
+        dtype=dtypes.canonicalize_dtype(x, scale, bias, dtype=layer.dtype),
+        residual=residual,
+    )
+
+
+def layer_norm(self: Any, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    return _normalise(self, x, mask, True, nn.LayerNorm)
+
+
+def rms_norm(self: Any, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    return _normalise(self, x, mask, False, nn.RMSNorm)
+
+
+class LayerNorm(nn.LayerNorm):
+    """:class:`flax.linen.LayerNorm` on :func:`jaxops.layer_norm`: the same attributes, parameters and results.
+
+    The variance is always the stable one, whatever `use_fast_variance` says, and the statistics are in f32 or wider,
+    whatever `force_float32_reductions` says. Statistics over a mesh axis (`axis_name`) are Flax's own, with a warning.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxops.flax import linen
+      >>> y, variables = linen.LayerNorm().init_with_output(jax.random.key(0), jnp.ones((2, 4)))
+      >>> jax.tree.map(jnp.shape, variables)
+      {'params': {'bias': (4,), 'scale': (4,)}}
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
+        """Normalises x; the statistics count the positions where `mask`, which broadcasts to x's shape, is true.
+
+        With `residual`, an array of x's shape, the result is the pair of the normalised sum and the sum.
+        """
+        return _normalise(self, x, mask, True, nn.LayerNorm, residual)
+
+
+class RMSNorm(nn.RMSNorm):
+    """:class:`flax.linen.RMSNorm` on :func:`jaxops.rms_norm`: the same attributes, parameters and results.
+
+    A call with a mask, and statistics over a mesh axis (`axis_name`), are Flax's own, with a warning.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxops.flax import linen
+      >>> linen.RMSNorm(epsilon=0.0, use_scale=False).apply({}, jnp.array([3.0, 4.0]))
+      Array([0.84852815, 1.1313709 ], dtype=float32)
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
+        """Normalises x; a mask is Flax's own.
+
+        With `residual`, an array of x's shape, the result is the pair of the normalised sum and the sum.
+        """
+        return _normalise(self, x, mask, False, nn.RMSNorm, residual)
+
+
+# Linear layers
+
+
+def why_no_product(layer: Any) -> str | None:
+    for name in ("dot_general", "dot_general_cls"):
+        if getattr(layer, name, None) is not None:
+            return f"{name}= is given"
+    return None
+
+
+def dense(self: Any, inputs: jax.Array, activation: str | None = None) -> jax.Array:
+    shape = (jnp.shape(inputs)[-1], self.features)
+    kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+    bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+    inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+    return _functions.contract(
+        inputs, kernel, bias, axes=(inputs.ndim - 1,), activation=activation, precision=self.precision
+    )
+
+
+def _initialise_flat(init: Callable[..., Any], rows: int, columns: int) -> Callable[..., Any]:
+    """The initialiser for a matrix, or for a vector (rows = 0), that then takes the parameter's own shape."""
+
+    def initialise(rng, shape, dtype=jnp.float32):
+        value = init(rng, (rows, columns) if rows else (columns,), dtype)
+        if isinstance(value, meta.AxisMetadata):
+            return meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
+        return jnp.reshape(value, shape)
+
+    return initialise
+
+
+def _as_tuple(value: Any) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, Iterable) else (value,)
+
+
+def dense_general(self: Any, inputs: jax.Array) -> jax.Array:
+    features, batch_axes = _as_tuple(self.features), _as_tuple(self.batch_dims)
+    axes = tuple(sorted(a % inputs.ndim for a in _as_tuple(self.axis)))
+    if set(batch_axes) != set(range(len(batch_axes))):
+        raise ValueError(f"DenseGeneral: batch_dims must be the leading axes 0, 1, ..., got {batch_axes}")
+    batch, contracted = ([inputs.shape[a] for a in named] for named in (sorted(batch_axes), axes))
+    rows, columns = math.prod(batch) * math.prod(contracted), math.prod(features)
+    init = _initialise_flat(self.kernel_init, rows, columns)
+    kernel = self.param("kernel", init, (*batch, *contracted, *features), self.param_dtype)
+    bias = None
+    if self.use_bias:
+        init = _initialise_flat(self.bias_init, 0, math.prod(batch) * columns)
+        bias = self.param("bias", init, (*batch, *features), self.param_dtype)
+    inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+    return _functions.contract(inputs, kernel, bias, axes=axes, batch_axes=sorted(batch_axes), precision=self.precision)
+
+
+class Dense(nn.Dense):
+    """:class:`flax.linen.Dense` on :func:`jaxops.matmul`, bias and activation in the same kernel.
+
+    Attributes, parameters and results are Flax's; the bias is added before the product is rounded. With a
+    `dot_general=` of the user's own it is Flax's layer.
+
+    Attributes:
+      activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu"; applied to the result.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxops.flax import linen
+      >>> layer = linen.Dense(2, kernel_init=jax.nn.initializers.ones, activation="relu")
+      >>> layer.init_with_output(jax.random.key(0), jnp.array([[1.0, 2.0], [1.0, -2.0]]))[0]
+      Array([[3., 3.],
+             [0., 0.]], dtype=float32)
+    """
+
+    activation: str | None = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """`[..., k]` to `[..., features]`."""
+        why = why_no_product(self)
+        if why and self.activation is not None:
+            raise ValueError(f"Dense: activation={self.activation!r} is part of the kernel, but {why}")
+        return raw(nn.Dense)(self, inputs) if why else dense(self, inputs, self.activation)
+
+
+class DenseGeneral(nn.DenseGeneral):
+    """:class:`flax.linen.DenseGeneral` on :func:`jaxops.matmul`, the bias in the same kernel.
+
+    Attributes, parameters and results are Flax's; the bias is added before the product is rounded. With a
+    `dot_general=` of the user's own it is Flax's layer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxops.flax import linen
+      >>> layer = linen.DenseGeneral((4, 5), axis=(1, -1))
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 3, 6, 7)))[0].shape
+      (2, 6, 4, 5)
+    """
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Contracts the axes `axis`; the features come last."""
+        return raw(nn.DenseGeneral)(self, inputs) if why_no_product(self) else dense_general(self, inputs)

@@ -1,0 +1,275 @@
+"""Whole linen models on jaxops, and the attention layers, which are swapped in the same way."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from flax import linen as nn
+
+from jaxops._patch import patch_jax_nn
+from jaxops.flax._report import SwapReport
+from jaxops.flax.linen._attention import dot_product_attention, known_causal_masks
+from jaxops.flax.linen._layers import (
+    dense,
+    dense_general,
+    layer_norm,
+    raw,
+    rms_norm,
+    why_no_norm,
+    why_no_product,
+)
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+class _Instead:
+    """A module with some attributes replaced; for Flax's own methods, which only read attributes and call methods."""
+
+    def __init__(self, module: nn.Module, **attributes: Any):
+        self.__dict__.update(attributes, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _attention(self: Any, *args: Any, products: bool = True, **kwargs: Any) -> jax.Array:
+    attend = dot_product_attention if products else _attend_with_xla
+    return raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=attend), *args, **kwargs)
+
+
+#: The attention of a swap whose products stay XLA's.
+_attend_with_xla = functools.partial(dot_product_attention, einsum_dot_general=jax.lax.dot_general)
+
+
+def _why_no_attention(layer: Any) -> str | None:
+    if layer.attention_fn is not nn.dot_product_attention:
+        return f"attention_fn= is {getattr(layer.attention_fn, '__name__', layer.attention_fn)}"
+    return None
+
+
+class _Swap(NamedTuple):
+    """What is called instead of a Flax layer's `__call__`, and why not, judging by the layer's attributes."""
+
+    call: Callable[..., jax.Array]
+    why_not: Callable[[Any], str | None]
+
+
+_SWAPS = {
+    raw(nn.LayerNorm): _Swap(layer_norm, why_no_norm),
+    raw(nn.RMSNorm): _Swap(rms_norm, why_no_norm),
+    raw(nn.Dense): _Swap(dense, why_no_product),
+    raw(nn.DenseGeneral): _Swap(dense_general, why_no_product),
+    raw(nn.MultiHeadDotProductAttention): _Swap(_attention, _why_no_attention),
+}
+
+
+class _Scope:
+    """What is swapped now: the report, and where in the model we are.
+
+    products: whether matrix products are swapped, too.
+    """
+
+    def __init__(self, report: SwapReport, products: bool = True):
+        self.report = report
+        self.products = products
+        self.paths: list[str] = []
+
+    @property
+    def path(self) -> str:
+        return self.paths[-1] if self.paths else "(no module)"
+
+    def note_function(self, name: str) -> None:
+        self.report.swapped[f"{self.path}: {name}"] = name
+
+
+_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("jaxops_linen_scope", default=None)
+
+
+class _Interceptor:
+    """Runs jaxops' code instead of the methods in `_SWAPS`; for nn.intercept_methods."""
+
+    def __init__(self, scope: _Scope):
+        self.scope = scope
+
+    def __call__(self, next_method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        module, report = context.module, self.scope.report
+        path = "/".join(module.path) or type(module).__name__
+        swap = _SWAPS.get(context.orig_method.func)
+        why = None if swap is None else swap.why_not(module)
+        if swap is not None and not self.scope.products:
+            why = why or ("products=False" if swap.why_not is why_no_product else None)
+            kwargs = {**kwargs, "products": False} if swap.call is _attention and why is None else kwargs
+        if swap is not None and why is None:
+            report.swapped[path] = type(module).__name__
+            next_method = functools.partial(swap.call, module)
+        self.scope.paths.append(path)
+        try:
+            out = next_method(*args, **kwargs)
+        finally:
+            self.scope.paths.pop()
+        if path not in report.swapped:
+            if swap is not None:
+                report.kept[path] = why
+            elif not type(module).__module__.startswith("jaxops.") and (own := _own_parameters(module)):
+                what = f"jaxops has no {type(module).__name__}" if _is_flax(module) else "not a layer of Flax's"
+                report.kept[path] = f"{what} (parameters {', '.join(own)})"
+        return out
+
+
+def _is_flax(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("flax.")
+
+
+def _own_parameters(module: nn.Module) -> list[str]:
+    parameters = module.variables.get("params", {}) if module.scope is not None else {}
+    return sorted(name for name, value in parameters.items() if not isinstance(value, Mapping))
+
+
+@contextlib.contextmanager
+def swapped(*, functions: bool = True, products: bool = True) -> Iterator[SwapReport]:
+    """A scope in which linen models run on jaxops.
+
+    It works on what is traced in the scope: `model.init`, `model.apply` or the first call of a jitted function. What
+    :func:`jax.jit` or `nn.jit` traced before keeps what it was traced with; `swap` has no such pitfall.
+
+    Args:
+      functions: also replace jax.nn's functions, as :func:`jaxops.patch_jax_nn` does, for models that call them.
+      products: also swap dense layers and the products of attention; False: leave matrix products to XLA.
+
+    Yields:
+      The :class:`SwapReport`, filled while models are traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from jaxops.flax import linen
+      >>> model = nn.Sequential([nn.LayerNorm(), nn.Dense(3), lambda x: nn.softmax(x)])
+      >>> with linen.swapped() as report:
+      ...     variables = model.init(jax.random.key(0), jnp.ones((2, 4)))
+      >>> print(report)
+      3 on jaxops, 0 kept
+      Sequential: softmax  jaxops softmax
+      layers_0             jaxops LayerNorm
+      layers_1             jaxops Dense
+    """
+    report = SwapReport()
+    with _swapped(report, functions, products):
+        yield report
+
+
+@contextlib.contextmanager
+def _swapped(report: SwapReport, functions: bool, products: bool) -> Iterator[None]:
+    scope = _Scope(report, products)
+    token = _scope.set(scope)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(nn.intercept_methods(_Interceptor(scope)))
+            stack.enter_context(known_causal_masks())
+            if functions:
+                stack.enter_context(patch_jax_nn(scope.note_function))
+            yield
+    finally:
+        _scope.reset(token)
+
+
+@functools.cache
+def _swapped_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of the swapped models of a class: the same fields, and the report; one class for equal models."""
+
+    def call(self, fun, args, kwargs):
+        scope = _scope.get()
+        if scope is not None and scope.report is self.swap_report:
+            return cls._call_wrapped_method(self, fun, args, kwargs)
+        with _swapped(self.swap_report, functions=True, products=self.swap_products):
+            return cls._call_wrapped_method(self, fun, args, kwargs)
+
+    report = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
+    body = {
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__annotations__": {"swap_report": Any, "swap_products": bool},
+        "swap_report": report,
+        "swap_products": dataclasses.field(default=True, repr=False, kw_only=True),
+    }
+    made = type(cls)(cls.__name__, (cls,), body)
+    made._call_wrapped_method = call  # not in the body, whose functions linen wraps
+    return made
+
+
+def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
+    """The same linen model running on jaxops.
+
+    The result has the model's class as its base, equal attributes, parameters and names, so that checkpoints,
+    optimiser states and training loops stay as they are. Whenever it is called (`init`, `apply`, inside another model,
+    under `jax.jit`), the layers of Flax's that it consists of run on jaxops: LayerNorm, RMSNorm, Dense, DenseGeneral,
+    the attention layers, subclasses that do not define `__call__`, and the calls of `jax.nn.softmax`, `log_softmax`
+    and `standardize` that its code makes. Layers with a `dot_general` or `attention_fn` of their own, or statistics
+    over a mesh axis, stay Flax's. A mask straight from `nn.make_causal_mask` is recognised, and not read. Functions
+    under `nn.jit` that the plain model traced in the same process stay plain: swap before the first call.
+
+    Args:
+      model: a linen model, not bound to variables.
+      products: also swap dense layers and the products of attention; False: leave matrix products to XLA.
+
+    Returns:
+      The swapped model, and the :class:`SwapReport`, which is filled when the model is first traced.
+
+    Raises:
+      TypeError: `model` is not a linen module.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from jaxops.flax import linen
+      >>> model, report = linen.swap(nn.Sequential([nn.Embed(10, 4), nn.RMSNorm(), nn.Dense(3)]))
+      >>> variables = model.init(jax.random.key(0), jnp.arange(5))
+      >>> print(report)
+      2 on jaxops, 1 kept
+      layers_0  kept: jaxops has no Embed (parameters embedding)
+      layers_1  jaxops RMSNorm
+      layers_2  jaxops Dense
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"swap: model must be a flax.linen module, got {type(model).__name__}; see jaxops.flax.nnx.swap"
+        )
+    if model.scope is not None:
+        raise TypeError("swap: model is bound to variables; swap it before `bind`")
+    report = SwapReport()
+    attributes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
+    swapped = _swapped_class(type(model))
+    return swapped(**attributes, swap_report=report, swap_products=products, parent=None), report
+
+
+class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
+    """:class:`flax.linen.MultiHeadDotProductAttention` on jaxops: projections, attention, normalisation of q and k.
+
+    Attributes, parameters and results are Flax's; `attention_fn` is :func:`dot_product_attention` of this module.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxops.flax import linen
+      >>> layer = linen.MultiHeadDotProductAttention(num_heads=2)
+      >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 5, 8)))
+      >>> sorted(variables["params"])
+      ['key', 'out', 'query', 'value']
+    """
+
+    attention_fn: Callable[..., jax.Array] = dot_product_attention
+
+    @nn.compact
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """As Flax's: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
+        with nn.intercept_methods(_Interceptor(_Scope(SwapReport()))):
+            return raw(nn.MultiHeadDotProductAttention)(self, *args, **kwargs)
+
+
+class MultiHeadAttention(MultiHeadDotProductAttention):
+    """The same layer under the other of Flax's two names, which is part of automatic parameter names."""
