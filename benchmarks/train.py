@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 from typing import Any
@@ -83,34 +84,25 @@ def _embed(size: Size, tokens: jax.Array) -> jax.Array:
 
 
 class FusedBlock(nn.Module):
-    """The same layer on jaxops' own: sums joined to the norms behind them, gelu to the product, no mask.
-
-    products: False: the matrix products are XLA's, and gelu is for XLA to fuse.
-    """
+    """The same layer on jaxops' own: sums joined to the norms behind them, gelu to the product, no mask."""
 
     size: Size
-    products: bool
 
     @nn.compact
     def __call__(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What the layers before computed, and the sum of it all but for that; the same of this layer."""
         y, x = linen.LayerNorm(dtype=jnp.bfloat16, name="LayerNorm_0")(x, residual=residual)
-        library, own = (linen, {}) if self.products else (nn, {"einsum_dot_general": jax.lax.dot_general})
-        attend = functools.partial(linen.dot_product_attention, causal=True, **own)
-        y = library.MultiHeadDotProductAttention(self.size.heads, dtype=jnp.bfloat16, attention_fn=attend)(y)
+        attend = functools.partial(linen.dot_product_attention, causal=True)
+        y = linen.MultiHeadDotProductAttention(self.size.heads, dtype=jnp.bfloat16, attention_fn=attend)(y)
         y, x = linen.LayerNorm(dtype=jnp.bfloat16, name="LayerNorm_1")(y, residual=x)
-        if self.products:
-            y = linen.Dense(4 * self.size.width, dtype=jnp.bfloat16, activation="gelu")(y)
-        else:
-            y = nn.gelu(nn.Dense(4 * self.size.width, dtype=jnp.bfloat16)(y))
-        return library.Dense(self.size.width, dtype=jnp.bfloat16)(y), x
+        y = linen.Dense(4 * self.size.width, dtype=jnp.bfloat16, activation="gelu")(y)
+        return linen.Dense(self.size.width, dtype=jnp.bfloat16)(y), x
 
 
 class FusedDecoder(nn.Module):
     """The same model, with the same parameters."""
 
     size: Size
-    products: bool = True
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -118,10 +110,9 @@ class FusedDecoder(nn.Module):
         x = _embed(self.size, tokens)
         y = jnp.zeros_like(x)
         for i in range(self.size.layers):
-            y, x = FusedBlock(self.size, self.products, name=f"Block_{i}")(y, x)
+            y, x = FusedBlock(self.size, name=f"Block_{i}")(y, x)
         x, _ = linen.LayerNorm(dtype=jnp.bfloat16, name="norm")(y, residual=x)
-        dense = linen.Dense if self.products else nn.Dense
-        return dense(self.size.vocabulary, use_bias=False, dtype=jnp.bfloat16, name="logits")(x)
+        return linen.Dense(self.size.vocabulary, use_bias=False, dtype=jnp.bfloat16, name="logits")(x)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -160,9 +151,7 @@ def contenders(size: Size) -> dict[str, nn.Module]:
     return {
         "flax": plain,
         "swapped": linen.swap(plain)[0],
-        "swapped, XLA's products": linen.swap(plain, products=False)[0],
         "fused": FusedDecoder(size),
-        "fused, XLA's products": FusedDecoder(size, products=False),
     }
 
 
@@ -173,7 +162,9 @@ def _measure(size: Size, settings: harness.Settings) -> dict[str, tuple[float, l
     parameters = jax.jit(models["flax"].init)(jax.random.key(0), tokens[:, :-1])
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     state = (parameters, zeros, zeros, jnp.zeros((), jnp.int32))
-    steps = {name: make_step(model) for name, model in models.items()}
+    lowered = {name: make_step(model).lower(state, tokens) for name, model in models.items()}
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # a minute of compilation, one after the other
+        steps = dict(zip(lowered, pool.map(lambda step: step.compile(), lowered.values()), strict=True))
     losses: dict[str, list[float]] = {}
     for name, step in steps.items():
         now, losses[name] = state, []

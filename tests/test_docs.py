@@ -10,13 +10,14 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+#: The languages, the title (the name of the file that the block is, or is part of), the text.
+FENCE = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
 
 def blocks(page, language):
-    """Line numbers and texts of a page's blocks."""
+    """Line numbers and texts of a page's blocks that are no files."""
     text = page.read_text()
-    return [(text[: m.start(2)].count("\n"), m[2]) for m in FENCE.finditer(text) if m[1] == language]
+    return [(text[: m.start(3)].count("\n"), m[3]) for m in FENCE.finditer(text) if m[1] == language and m[2] is None]
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: str(p.relative_to(ROOT)))
@@ -31,7 +32,7 @@ def test_python_blocks(page, capsys):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands(page):
     """Commands name targets of the Makefile, files and modules that exist, extras and options of pyproject.toml."""
-    languages = {m[1] for m in FENCE.finditer(page.read_text())}
+    languages = {m[1] for m in FENCE.finditer(page.read_text()) if m[2] is None}
     assert languages <= {"python", "bash"}, "what a reader cannot run is no code block"
     makefile = (ROOT / "Makefile").read_text()
     extras = re.findall(r"^([\w-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

@@ -193,7 +193,7 @@ def test_attention(rng, case):
         linen.MultiHeadDotProductAttention(num_heads=4, **options),
         nn.MultiHeadDotProductAttention(num_heads=4, **options),
         x,
-        launches=7 + 2 * ("normalize_qk" in options),
+        launches=5 + 2 * ("normalize_qk" in options),
         rounding=options.get("dtype"),
         ulp=64,
         **call(mask),

@@ -168,7 +168,7 @@ def test_attention(rng, case):
         x,
         num_heads=4,
         in_features=16,
-        launches=7 + 2 * ("normalize_qk" in options),
+        launches=5 + 2 * ("normalize_qk" in options),
         rounding=options.get("dtype"),
         ulp=64,
         call=given,

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxops
 from jaxops import _cpu, _kernel
+from jaxops._comparison import COMPARISONS
 
 #: The kernels whose CPU half is XLA's own.
 LEFT_TO_XLA_ON_CPU = {"matmul"}
@@ -53,18 +55,16 @@ def test_names(name):
 
 def calls(x):
     """Every kernel once: all ops with their gradients."""
-    vector = jnp.ones(x.shape[-1], x.dtype)
 
     def total(x):
-        y = (
-            jaxops.softmax(x)
-            + jaxops.log_softmax(x)
-            + jaxops.layer_norm(x, vector, vector)
-            + jaxops.rms_norm(x, vector)
-        )
-        return jnp.sum(jaxops.matmul(y, x.T, precision="highest"))
+        found = 0
+        for comparison in COMPARISONS.values():
+            _, *others = comparison.operands(np.random.default_rng(0), x.shape, x.dtype)
+            found += jnp.sum(comparison.ours(x, *(jnp.ones(other.shape, other.dtype) for other in others)))
+        return found
 
-    return jax.value_and_grad(total)(x)
+    with jax.default_matmul_precision("highest"):
+        return jax.value_and_grad(total)(x)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

@@ -134,6 +134,19 @@ def contract(
     return out.reshape(*batch, *rows, *features)
 
 
+def contract_together(
+    inputs: jax.Array, kernels: Sequence[jax.Array], biases: Sequence[jax.Array] | None, *, precision: Any = None
+) -> list[jax.Array]:
+    """inputs kernel + bias for several kernels `[k, heads, depth]` of one shape, as one product, forward and backward.
+
+    Their columns are interleaved by head, so that heads can be split over devices.
+    """
+    kernel = jnp.stack(kernels, axis=-2)
+    bias = None if biases is None else jnp.stack(biases, axis=-2)
+    out = contract(inputs, kernel, bias, axes=(inputs.ndim - 1,), precision=precision)
+    return [out[..., i, :] for i in range(len(kernels))]
+
+
 def _heads_first(x: jax.Array) -> jax.Array:
     """`[..., tokens, heads, features]` as `[..., heads, tokens, features]`: rows of features stay whole."""
     return jnp.swapaxes(x, -3, -2)
@@ -193,17 +206,6 @@ def attention_weights(
     return jnp.where(visible_rows(full, causal), weights, jnp.asarray(1 / logits.shape[-1], weights.dtype))
 
 
-def _query_blocks(queries: int) -> list[tuple[int, int]]:
-    """Causal attention in n blocks of queries, each with the keys up to its own end, is (n + 1) / 2n of the work.
-
-    At most 8 blocks, of a multiple of 128 queries and at least 256: smaller products do not fill a GPU.
-    """
-    if not isinstance(queries, int):  # symbolic
-        return [(0, queries)]
-    size = max(256, math.ceil(queries / 8 / 128) * 128)
-    return [(start, min(start + size, queries)) for start in range(0, queries, size)]
-
-
 def attend(
     query: jax.Array,
     key: jax.Array,
@@ -217,7 +219,7 @@ def attend(
     dtype: Any,
     change: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Attention; causal attention in blocks of queries, so that most masked logits are not even computed.
+    """Attention.
 
     Args:
       query: `[..., queries, heads, depth]`.
@@ -225,34 +227,13 @@ def attend(
       score: the products of queries and keys, `[..., heads, queries, keys]`.
       mix: `[..., queries, heads, features]` from weights and values.
       dtype: of the weights.
-      change: takes all weights, and returns those that are used: dropout, or to look at them.
+      change: takes the weights, and returns those that are used: dropout, or to look at them.
     """
-
-    def part(query, key, value, mask, causal):
-        weights = attention_weights(
-            query, key, bias, mask, score=score, causal=causal, dtype=dtype, uniform=change is not None
-        )
-        return mix(weights if change is None else change(weights), value)
-
+    uniform = change is not None
+    weights = attention_weights(query, key, bias, mask, score=score, causal=causal, dtype=dtype, uniform=uniform)
     if change is not None:
-        return part(query, key, value, mask, causal)
-    blocks = _query_blocks(query.shape[-3]) if causal and bias is None else []
-    if len(blocks) < 2:
-        return restore_rows(part(query, key, value, mask, causal), value, mask, causal)
-    given = mask
-    if mask is not None:
-        given = _boolean_mask(mask, query.ndim)
-        given = jnp.broadcast_to(given, (*given.shape[:-2], query.shape[-3], key.shape[-3]))
-    parts = []
-    for start, stop in blocks:
-        keys = min(stop, key.shape[-3])
-        visible = jnp.tril(jnp.ones((stop - start, keys), bool), start) if start else None
-        if given is not None:
-            here = given[..., start:stop, :keys]
-            visible = here if visible is None else here & visible
-        operands = query[..., start:stop, :, :], key[..., :keys, :, :], value[..., :keys, :, :]
-        parts.append(part(*operands, visible, causal=not start))
-    return restore_rows(jnp.concatenate(parts, axis=-3), value, mask, causal)
+        return mix(change(weights), value)
+    return restore_rows(mix(weights, value), value, mask, causal)
 
 
 def restore_rows(out: jax.Array, value: jax.Array, mask: jax.Array | None, causal: bool) -> jax.Array:

@@ -7,6 +7,7 @@ Flax's, and checkpoints fit both ways. What a layer has no kernel for it compute
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -189,10 +190,18 @@ class LinearGeneral(nnx.LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Contracts the axes `axis`; the features come last."""
+        if id(self) in (projections := _projections.get() or {}):
+            return projections[id(self)]
         if _why_no_product(self):
             return nnx.LinearGeneral.__call__(self, inputs, out_sharding)
         axes, batch_axes = (tuple(sorted(a % inputs.ndim for a in named)) for named in (self.axis, self.batch_axis))
         return _product(self, inputs, axes, batch_axes, None, out_sharding)
+
+
+#: The projections of the self-attention that runs, by the layer's id: they read the same inputs and are one product.
+_projections: contextvars.ContextVar[dict[int, jax.Array] | None] = contextvars.ContextVar(
+    "jaxops_nnx_projections", default=None
+)
 
 
 # Attention
@@ -358,6 +367,26 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         for child in (self.query, self.key, self.value, self.out, self.query_ln, self.key_ln):
             if child is not None and _why_not(child) is None:
                 _swap_layer(child)
+
+    def __call__(self, inputs_q: jax.Array, *others: Any, **options: Any) -> jax.Array:
+        """As Flax's: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
+        given = [x for x in (*others, options.get("inputs_k"), options.get("inputs_v")) if x is not None]
+        together = options.get("qkv_sharding") is None and all(x is inputs_q for x in given)
+        token = _projections.set(self._project(inputs_q) if together else None)
+        try:
+            return super().__call__(inputs_q, *others, **options)
+        finally:
+            _projections.reset(token)
+
+    def _project(self, inputs: jax.Array) -> dict[int, jax.Array]:
+        layers = (self.query, self.key, self.value)
+        if not all(type(layer) is LinearGeneral and _why_no_product(layer) is None for layer in layers):
+            return {}
+        biases = [layer.bias[...] for layer in layers if layer.bias is not None]
+        arrays = (inputs, *(layer.kernel[...] for layer in layers), *biases)
+        inputs, *arrays = self.query.promote_dtype(arrays, dtype=self.query.dtype)
+        found = _functions.contract_together(inputs, arrays[:3], arrays[3:] or None, precision=self.query.precision)
+        return {id(layer): projection for layer, projection in zip(layers, found, strict=True)}
 
 
 # Whole models

@@ -6,13 +6,15 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import linen as nn
+from flax.core import meta
 
 from jaxops._patch import patch_jax_nn
+from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
 from jaxops.flax.linen._attention import dot_product_attention, known_causal_masks
 from jaxops.flax.linen._layers import (
@@ -38,9 +40,44 @@ class _Instead:
         return getattr(self._module, name)
 
 
-def _attention(self: Any, *args: Any, products: bool = True, **kwargs: Any) -> jax.Array:
-    attend = dot_product_attention if products else _attend_with_xla
-    return raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=attend), *args, **kwargs)
+@contextlib.contextmanager
+def _projected_together(layer: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) -> Iterator[None]:
+    """A scope in which the projections of an attention layer are one product if they all read the same inputs."""
+    others = (*inputs[1:], options.get("inputs_k"), options.get("inputs_v"), options.get("inputs_kv"))
+    together = not layer.is_initializing() and inputs and all(x is None or x is inputs[0] for x in others)
+    token = _projections.set({"of": layer} if together else None)
+    try:
+        yield
+    finally:
+        _projections.reset(token)
+
+
+def _attention(self: Any, *inputs: Any, products: bool = True, **options: Any) -> jax.Array:
+    with _projected_together(self, inputs, options):
+        attend = dot_product_attention if products else _attend_with_xla
+        return raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=attend), *inputs, **options)
+
+
+#: The projections of the attention that runs, by the layer's name, once they are computed; "of": the attention.
+_projections: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
+    "jaxops_linen_projections", default=None
+)
+
+
+def _project(self: Any, inputs: jax.Array) -> jax.Array:
+    """A dense layer; those of self-attention that read the same inputs are one product."""
+    known, names = _projections.get(), ("query", "key", "value")
+    if known is None or self.name not in names or self.parent is not known["of"]:
+        return dense_general(self, inputs)
+    if self.name not in known:
+        leaves = ("kernel", "bias") if self.use_bias else ("kernel",)
+        parameters = [meta.unbox(self.parent.get_variable("params", name)) for name in names]
+        inputs, *arrays = self.promote_dtype(
+            inputs, *(p[leaf] for leaf in leaves for p in parameters), dtype=self.dtype
+        )
+        found = _functions.contract_together(inputs, arrays[:3], arrays[3:] or None, precision=self.precision)
+        known.update(zip(names, found, strict=True))
+    return known[self.name]
 
 
 #: The attention of a swap whose products stay XLA's.
@@ -64,7 +101,7 @@ _SWAPS = {
     raw(nn.LayerNorm): _Swap(layer_norm, why_no_norm),
     raw(nn.RMSNorm): _Swap(rms_norm, why_no_norm),
     raw(nn.Dense): _Swap(dense, why_no_product),
-    raw(nn.DenseGeneral): _Swap(dense_general, why_no_product),
+    raw(nn.DenseGeneral): _Swap(_project, why_no_product),
     raw(nn.MultiHeadDotProductAttention): _Swap(_attention, _why_no_attention),
 }
 
@@ -267,7 +304,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """As Flax's: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
-        with nn.intercept_methods(_Interceptor(_Scope(SwapReport()))):
+        with _projected_together(self, args, kwargs), nn.intercept_methods(_Interceptor(_Scope(SwapReport()))):
             return raw(nn.MultiHeadDotProductAttention)(self, *args, **kwargs)
 
 
