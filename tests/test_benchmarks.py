@@ -77,12 +77,7 @@ def test_calls(load, tmp_path):
 @pytest.mark.slow
 def test_train(bench, capsys):
     rows = bench("train", file="train")
-    assert [row["direction"] for row in rows] == [
-        "swapped",
-        "swapped, XLA's products",
-        "fused",
-        "fused, XLA's products",
-    ]
+    assert [row["direction"] for row in rows] == ["swapped", "fused"]
     assert {row["unit"] for row in rows} == {"tokens/s"}
     assert "2 layers of 128" in capsys.readouterr().out
 

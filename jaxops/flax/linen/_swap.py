@@ -215,9 +215,13 @@ def _swapped(report: SwapReport, functions: bool, products: bool) -> Iterator[No
         _scope.reset(token)
 
 
-@functools.cache
 def _swapped_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of the swapped models of a class: the same fields, and the report; one class for equal models."""
+    """The class of the swapped models of a class: the same fields, and the report; one class for equal models.
+
+    It is kept on the class itself, so that both can be freed together.
+    """
+    if (known := cls.__dict__.get("_jaxops_swapped")) is not None:
+        return known
 
     def call(self, fun, args, kwargs):
         scope = _scope.get()
@@ -237,6 +241,7 @@ def _swapped_class(cls: type[nn.Module]) -> type[nn.Module]:
     }
     made = type(cls)(cls.__name__, (cls,), body)
     made._call_wrapped_method = call  # not in the body, whose functions linen wraps
+    cls._jaxops_swapped = made
     return made
 
 
