@@ -89,9 +89,10 @@ class FusedBlock(nn.Module):
     size: Size
 
     @nn.compact
-    def __call__(self, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What the layers before computed, and the sum of it all but for that; the same of this layer."""
-        y, x = linen.LayerNorm(dtype=jnp.bfloat16, name="LayerNorm_0")(x, residual=residual)
+    def __call__(self, x: jax.Array, residual: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """What the layer before computed, and the sum of all before that; the same of this layer."""
+        norm = linen.LayerNorm(dtype=jnp.bfloat16, name="LayerNorm_0")
+        y, x = (norm(x), x) if residual is None else norm(x, residual=residual)
         attend = functools.partial(linen.dot_product_attention, causal=True)
         y = linen.MultiHeadDotProductAttention(self.size.heads, dtype=jnp.bfloat16, attention_fn=attend)(y)
         y, x = linen.LayerNorm(dtype=jnp.bfloat16, name="LayerNorm_1")(y, residual=x)
@@ -107,8 +108,7 @@ class FusedDecoder(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """`[batch, tokens]` to `[batch, tokens, vocabulary]`."""
-        x = _embed(self.size, tokens)
-        y = jnp.zeros_like(x)
+        y, x = _embed(self.size, tokens), None
         for i in range(self.size.layers):
             y, x = FusedBlock(self.size, name=f"Block_{i}")(y, x)
         x, _ = linen.LayerNorm(dtype=jnp.bfloat16, name="norm")(y, residual=x)

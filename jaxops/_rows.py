@@ -289,6 +289,13 @@ class RowKernel(Kernel):
                 out[i] = total
         return out
 
+    def explain(self, x, *operands, axes, **params) -> str:
+        """What the handlers choose a placement by, then the parameters."""
+        columns = math.prod(x.shape[a] for a in axes)
+        lie = "adjacent" if axes == tuple(range(x.ndim - len(axes), x.ndim)) else "strided"
+        rows = f"{x.size // max(columns, 1)} rows of {columns} {lie}"
+        return f"{rows}; {super().explain(x, *operands, axes=axes, **params)}"
+
     def call_target(self, *operands, axes, kept, has, dtype, **attributes) -> list[jax.Array]:
         rank = operands[0].ndim
         if max(len(axes), rank - len(axes)) > MAX_AXES:

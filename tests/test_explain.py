@@ -28,7 +28,7 @@ def test_calls():
     assert product.bytes == 2 * (32 + 48 + 24) + 4 * 6
     assert product.detail == "on a GPU xla: a small product of rows that are not aligned to 16 bytes; gelu"
     assert product.runs_on == "XLA"
-    assert "has=('where',)" in softmax.detail
+    assert softmax.detail.startswith("4 rows of 6 adjacent; axes=(1,)") and "has=('where',)" in softmax.detail
     assert softmax.bytes == 2 * 24 * 2 + 6
     assert {call.scope for call in found.calls} == {"head"}
     assert (found.bytes, found.flops) == (product.bytes + softmax.bytes, product.flops)
@@ -92,6 +92,11 @@ def test_names_in_profiles():
     names = re.findall(r'custom_call_target="jaxops[^\n]*op_name="([^"]*)"', text.compile().as_text())
     for kernel in ("softmax_fwd", "softmax_bwd"):
         assert any("(head)" in name and f"jaxops_{kernel}" in name for name in names), names
+
+
+def test_rows_over_other_axes():
+    (call,) = jaxops.explain(lambda x: jaxops.softmax(x, axis=0), X).calls
+    assert call.detail.startswith("8 rows of 4 strided; axes=(0,)")
 
 
 def test_only_functions():

@@ -144,7 +144,8 @@ def contract_together(
     kernel = jnp.stack(kernels, axis=-2)
     bias = None if biases is None else jnp.stack(biases, axis=-2)
     out = contract(inputs, kernel, bias, axes=(inputs.ndim - 1,), precision=precision)
-    return [out[..., i, :] for i in range(len(kernels))]
+    # Not by indexing: the transpose of a split is a concatenation, that of a slice a padding and an addition.
+    return [jnp.squeeze(part, -2) for part in jax.lax.split(out, (1,) * len(kernels), axis=out.ndim - 2)]
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
