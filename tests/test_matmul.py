@@ -250,6 +250,74 @@ def test_gradients_of_fp8(rng):
         np.testing.assert_allclose(wide(got), wide(wanted), rtol=0.13, atol=0.1)
 
 
+# --- scales ---
+
+
+@pytest.mark.parametrize("dtypes", [EIGHT_BITS[0], EIGHT_BITS[1], ("bfloat16", "bfloat16"), ("float32", "float32")])
+def test_scales(dtypes, rng):
+    """Applied to the sums before bias and activation; gradients of all operands, and of the scales."""
+    a, b = normal(rng, (6, 40), dtypes[0]), normal(rng, (40, 16), dtypes[1])
+    bias, scales = normal(rng, (16,)), (jnp.float32(0.25), jnp.float32(0.3))
+    options = {"activation": "silu", "preferred_element_type": jnp.float32}
+
+    def ours(bias, *scales):
+        return jaxops.matmul(a, b, bias=bias, lhs_scale=scales[0], rhs_scale=scales[1], **options)
+
+    def reference(bias, *scales):
+        z = scales[0] * scales[1] * (wide(a) @ wide(b)) + bias
+        return z / (1 + jnp.exp(-z))
+
+    operands, dy = (bias, *scales), rng.standard_normal((6, 16))
+    got = jax.jit(lambda operands: value_and_gradients(ours, operands, jnp.asarray(dy, jnp.float32)))(operands)
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        exact = value_and_gradients(reference, [jnp.asarray(x, np.float64) for x in operands], jnp.asarray(dy))
+    for x, wanted in zip(got, exact, strict=True):
+        np.testing.assert_allclose(x, wanted, rtol=2e-3, atol=2e-3)
+    half = jaxops.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32, rhs_scale=0.5)
+    whole = jaxops.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    np.testing.assert_allclose(half, whole / 2, rtol=1e-6)
+
+
+def test_gradients_with_scales(rng):
+    a, b = normal(rng, (3, 6, 8)), normal(rng, (3, 8, 5))
+
+    def ours(a, b, s, t):
+        return jaxops.matmul(a, b, lhs_scale=s, rhs_scale=t)
+
+    operands, dy = (a, b, jnp.float32(0.5), jnp.float32(3)), normal(rng, (3, 6, 5))
+    got = value_and_gradients(ours, operands, dy)
+    wanted = value_and_gradients(lambda a, b, s, t: s * t * jnp.matmul(a, b), operands, dy)
+    for x, y in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_scales_under_vmap(rng):
+    """A scale for each entry, and one for all; operands mapped or not."""
+    a, b, scales = normal(rng, (3, 6, 8)), normal(rng, (8, 5)), jnp.asarray([0.5, 2.0, 3.0])
+    for axes in ((0, None, 0), (0, None, None), (None, None, 0)):
+        xs = [a if axes[0] == 0 else a[0], b, scales if axes[2] == 0 else scales[0]]
+        got = jax.vmap(lambda a, b, s: jaxops.matmul(a, b, lhs_scale=s), axes)(*xs)
+        for i in range(3):
+            x, y, s = (x[i] if axis == 0 else x for x, axis in zip(xs, axes, strict=True))
+            np.testing.assert_allclose(got[i], s * (wide(x) @ wide(y)), rtol=1e-5, atol=1e-5)
+
+
+def test_scales_without_a_kernel(fallback):
+    a = jnp.full((4, 8), 2, jnp.float8_e4m3fn)
+    got = jaxops.matmul(a, a.T, lhs_scale=0.25)
+    assert got.dtype == a.dtype and (wide(got) == 8).all()
+
+
+@pytest.mark.parametrize("name", ["lhs_scale", "rhs_scale"])
+def test_bad_scales(name):
+    a = jnp.ones((2, 2))
+    for op, numbers in ((jaxops.matmul, ()), (jaxops.dot_general, ((((1,), (0,)), ((), ())),))):
+        with pytest.raises(ValueError, match=rf"{op.__name__}: {name} must be a scalar, got shape \(2,\)"):
+            op(a, a, *numbers, **{name: jnp.ones(2)})
+        with pytest.raises(TypeError, match=rf"{op.__name__}: {name} has dtype complex64"):
+            op(a, a, *numbers, **{name: 1j})
+
+
 # --- precision, out_sharding ---
 
 

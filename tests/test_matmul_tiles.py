@@ -13,8 +13,9 @@ from row_cases import assert_matches
 
 from jaxops import _kernel
 from jaxops._rows import accumulator
+from jaxops.ops import _epilogue as epilogue
 from jaxops.ops import _matmul_choice as choices
-from jaxops.ops import matmul as ops
+from jaxops.ops import _matmul_kernel as ops
 
 
 def _on_hopper() -> bool:
@@ -86,6 +87,7 @@ class Case(NamedTuple):
     bias: bool = False
     activation: str | None = None
     preactivation: bool = False
+    scaled: bool = False
 
     def draw(self, rng, operands: Operands) -> list[jax.Array]:
         left = (self.m, self.k)[:: -1 if self.layout[0] == "T" else 1]
@@ -95,25 +97,33 @@ class Case(NamedTuple):
             for i, (shape, d) in enumerate([(left, operands.lhs), (right, operands.rhs)])
         ]
         drawn = [jnp.asarray(rng.standard_normal(s), jnp.float32).astype(d) for s, d in shapes]
+        wide, ones = accumulator(operands.lhs, operands.rhs, self.result), [1 for _ in self.batches[:1]]
+        if self.scaled:
+            drawn.append(jnp.full((*(max(self.batches) for _ in ones), 1, 1), 0.37, wide))
         if self.bias:
-            wide = accumulator(operands.lhs, operands.rhs, self.result)
-            drawn.append(jnp.asarray(rng.standard_normal((*(1 for _ in self.batches[:1]), 1, self.n)), wide))
+            drawn.append(jnp.asarray(rng.standard_normal((*ones, 1, self.n)), wide))
         return drawn
 
-    def run(self, operands: Operands, lhs, rhs, bias=None) -> list[jax.Array]:
-        transposed = (self.layout[0] == "T", self.layout[1] == "T")
-        precision = ops._precision(operands.precision)
-        spec = ops._Spec(*transposed, np.dtype(self.result), self.activation, precision)
-        return ops._kernel(lhs, rhs, bias, spec, self.preactivation)
+    def _rest(self, rest):
+        """Scale and bias, None where there is none."""
+        rest = iter(rest)
+        return [next(rest) if given else None for given in (self.scaled, self.bias)]
 
-    def exact(self, lhs, rhs, bias=None) -> list[np.ndarray]:
+    def run(self, operands: Operands, lhs, rhs, *rest) -> list[jax.Array]:
+        transposed = (self.layout[0] == "T", self.layout[1] == "T")
+        precision = ops.precision_of(operands.precision)
+        spec = ops.Spec(*transposed, np.dtype(self.result), self.activation, precision)
+        return ops.kernel(lhs, rhs, *self._rest(rest), spec, self.preactivation)
+
+    def exact(self, lhs, rhs, *rest) -> list[np.ndarray]:
         lhs, rhs = (
             np.swapaxes(wide, -1, -2) if transposed == "T" else wide
             for wide, transposed in zip((np.asarray(x, np.float64) for x in (lhs, rhs)), self.layout, strict=True)
         )
-        z = lhs @ rhs + (0 if bias is None else np.asarray(bias, np.float64))
+        scale, bias = (None if x is None else np.asarray(x, np.float64) for x in self._rest(rest))
+        z = lhs @ rhs * (1 if scale is None else scale) + (0 if bias is None else bias)
         with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-            y = np.asarray(ops._ACTIVATIONS[self.activation](jnp.asarray(z)))
+            y = np.asarray(epilogue.ACTIVATIONS[self.activation](jnp.asarray(z)))
         return [y, z] if self.preactivation else [y]
 
 
@@ -121,8 +131,8 @@ class Case(NamedTuple):
 def force(monkeypatch):
     """Makes one configuration the choice for every product; where it can not be, the call fails."""
 
-    def force(tile, splits, partials):
-        monkeypatch.setattr(choices, "choose", lambda product, *_: choices.with_tile(product, tile, splits, partials))
+    def force(tile, *options):
+        monkeypatch.setattr(choices, "choose", lambda product, *_: choices.with_tile(product, tile, *options))
 
     return force
 
@@ -164,16 +174,17 @@ def test_layouts(operands, tile, splits, partials, force, rng):
 def test_epilogues(operands, tile, splits, partials, force, rng):
     force(tile, splits, partials)
     cases = [
-        Case(m, n, k, layout, result, (), bias, activation, preactivation)
+        Case(m, n, k, layout, result, (), bias, activation, preactivation, scaled)
         for (m, n, k, layout) in ((200, 328, 256, "NN"), (333, 515, 640, "NT"), (30, 264, 512, "NN"))
         for result in operands.results
-        for bias, activation, preactivation in (
-            (True, None, False),
-            (True, "relu", True),
-            (True, "gelu", False),
-            (False, "gelu", True),
-            (True, "gelu_exact", True),
-            (True, "silu", True),
+        for bias, activation, preactivation, scaled in (
+            (True, None, False, False),
+            (True, "relu", True, False),
+            (True, "gelu", False, True),
+            (False, "gelu", True, False),
+            (True, "gelu_exact", True, False),
+            (True, "silu", True, True),
+            (False, None, False, True),
         )
     ]
     cases = [case for case in cases if fits(case, operands, tile, splits, partials)]
@@ -185,11 +196,11 @@ def test_epilogues(operands, tile, splits, partials, force, rng):
 def test_batches(operands, tile, splits, partials, force, rng):
     force(tile, splits, partials)
     cases = [
-        Case(m, n, k, layout, result, batches)
+        Case(m, n, k, layout, result, batches, finished, "gelu" if finished else None, False, finished)
         for m, n, k in ((130, 264, 256), (31, 129, 333))
         for layout in ("NN", "NT", "TN", "TT")
         for result in operands.results[:1]
-        for batches in ((3, 3), (3, 1), (1, 3))
+        for batches, finished in (((3, 3), False), ((3, 3), True), ((3, 1), False), ((1, 3), True))
     ]
     cases = [case for case in cases if fits(case, operands, tile, splits, partials)]
     assert cases
@@ -201,8 +212,8 @@ def test_batches(operands, tile, splits, partials, force, rng):
 def test_random_shapes(operands, seed, monkeypatch):
     """Sizes from 1 to 5000, the tile that is expected to be the fastest."""
 
-    def best(product, device, activation=False):
-        return choices.with_tile(product, *choices._best_tile(product, device, activation))
+    def best(product, device, activation=False, bias=False):
+        return choices.with_tile(product, *choices._best_tile(product, device, activation or bias))
 
     monkeypatch.setattr(choices, "choose", best)
     rng = np.random.default_rng(seed)
@@ -222,12 +233,22 @@ def test_400_launches_give_the_same_bits(operands, tile, splits, partials, force
     force(tile, splits, partials)
     m = min(tile.rows, 32) if tile.rows < 64 else 1160
     layouts = ("NN", "NT") if tile.rows < 64 else ("NN", "TT")
-    cases = [Case(m, 1032, 1096, layout, result) for layout in layouts for result in operands.results]
+    finished = (False, None, False) if partials else (True, "gelu", True)
+    cases = [
+        Case(m, 1032, 1096, layout, result, (), *options)
+        for layout in layouts
+        for result in operands.results
+        for options in {(False, None, False), finished}
+    ]
+    launch_400_times(operands, cases, rng)
+
+
+def launch_400_times(operands, cases, rng):
     drawn = [case.draw(rng, operands) for case in cases]
 
     @jax.jit
     def run(drawn):
-        results = [case.run(operands, *xs)[0] for case, xs in zip(cases, drawn, strict=True)]
+        results = [x for case, xs in zip(cases, drawn, strict=True) for x in case.run(operands, *xs)]
         return [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in results]
 
     first = run(drawn)

@@ -15,7 +15,7 @@ from jaxops import _cpu, _kernel
 from jaxops._comparison import COMPARISONS
 
 #: The kernels whose CPU half is XLA's own.
-LEFT_TO_XLA_ON_CPU = {"matmul"}
+LEFT_TO_XLA_ON_CPU = {"matmul", "epilogue_bwd"}
 
 
 @pytest.fixture

@@ -127,8 +127,8 @@ _CLUSTERED_BLOCKS = {1: 132, 2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 
 class Choice:
     """How a product is computed.
 
-    kernel: "wgmma" (Hopper's tensor cores), "general" (a kernel for every GPU) or "xla". why: in words. lhs_copy,
-    rhs_copy: 0 none; 1 with rows padded to 16 bytes; 2 transposed. The rest is of wgmma alone.
+    kernel: "wgmma" (Hopper's tensor cores), "general" (a kernel for every GPU) or "xla". why: in words. The rest is of
+    wgmma alone. lhs_copy, rhs_copy: 0 none; 1 with padded rows; 2 transposed.
     """
 
     kernel: str
@@ -173,7 +173,7 @@ def _tiles(product: Product, tile: Tile) -> int:
     return math.ceil(product.m / tile.rows) * math.ceil(product.n / tile.columns) * product.batches
 
 
-def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, device: Device, activation: bool) -> float:
+def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, device: Device, finished: bool) -> float:
     """The time that a tile and a split of k are expected to take."""
     itemsize, peak, terms, _ = ARITHMETICS[product.arithmetic]
     m, n, k, batches = product.m, product.n, product.k, product.batches
@@ -181,7 +181,7 @@ def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, dev
     depth = math.ceil(math.ceil(k * itemsize / 128) / splits) * 128 / itemsize
     rate = peak * 1e6 / device.multiprocessors * tile.efficiency
     waves = math.ceil(blocks / device.multiprocessors)
-    plain = not activation and n * product.result_bytes % 16 == 0
+    plain = not finished and n * product.result_bytes % 16 == 0
     store = (_PLAIN_STORE if plain else _STORE) * max(tile.rows, 64) * tile.columns / (128 * 256)
     store *= 2 if tile.ping_pong else waves  # a warpgroup has the whole tile, but only the last one shows
     compute = waves * (2 * max(tile.rows, 64) * tile.columns * depth / rate) + store
@@ -197,8 +197,11 @@ def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, dev
     return time
 
 
-def _best_tile(product: Product, device: Device, activation: bool = False) -> tuple[Tile, int, bool]:
-    """The tile, the split of k, and whether its parts are summed by another kernel."""
+def _best_tile(product: Product, device: Device, finished: bool = False) -> tuple[Tile, int, bool]:
+    """The tile, the split of k, and whether its parts are summed by another kernel.
+
+    finished: whether sums are scaled, biased or activated, not only rounded.
+    """
     itemsize = ARITHMETICS[product.arithmetic].itemsize
     aligned = product.n * product.result_bytes % 16 == 0
     depth = math.ceil(product.k * itemsize / 128)
@@ -215,12 +218,12 @@ def _best_tile(product: Product, device: Device, activation: bool = False) -> tu
             room = _CLUSTERED_BLOCKS.get(splits, 0) * tile.resident * device.multiprocessors // H200.multiprocessors
             clusters = tile.clusters and tiles * splits <= room
             for partials in {splits > 1, splits > 1 and not clusters}:
-                time = _microseconds(product, tile, splits, partials, device, activation)
+                time = _microseconds(product, tile, splits, partials, device, finished)
                 found.append((time, -tile.rows * tile.columns, tile, splits, partials))
     return min(found)[2:]
 
 
-def _slower_than_xla(product: Product, activation: bool) -> str | None:
+def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | None:
     """Why XLA's dot is chosen, for products where it was measured to be faster (benchmarks/TUNING.md)."""
     m, n, k = product.m, product.n, product.k
     operations = 2 * m * n * k * product.batches
@@ -244,7 +247,9 @@ def _slower_than_xla(product: Product, activation: bool) -> str | None:
         return None  # k is split
     if n <= 128 and m >= 4096 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
         return None
-    if operations >= 5e12 or (activation and operations >= 3e11 and k <= 8192):
+    if activation and min(m, n) >= 1024 and k <= 8192 and operations >= 1.5e10:
+        return None
+    if operations >= 5e12 and not bias:
         return None
     return "16 bits, aligned: XLA's own dot is ahead by 1 to 5 %, and by more for few rows and small products"
 
@@ -258,14 +263,14 @@ def with_tile(product: Product, tile: Tile, splits: int = 1, partials: bool = Fa
     return Choice("wgmma", "Hopper's tensor cores", tile, splits, partials, promote, *_copies(product))
 
 
-def choose(product: Product, device: Device, activation: bool = False) -> Choice:
-    """The kernel for a product on a device; activation: whether the result has a bias or an activation."""
+def choose(product: Product, device: Device, activation: bool = False, bias: bool = False) -> Choice:
+    """The kernel for a product on a device; activation, bias: what is to be done with the sums (bias: or a scale)."""
     if not all(isinstance(size, int | np.integer) for size in (product.m, product.n, product.k, product.batches)):
         return Choice("xla", "the shape is symbolic")
     if device.capability != "9.0":
         if product.arithmetic == "16bit" and any(_copies(product)):
             return Choice("general", "rows that are not aligned to 16 bytes")
         return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
-    if why := _slower_than_xla(product, activation):
+    if why := _slower_than_xla(product, activation, bias):
         return Choice("xla", why)
-    return with_tile(product, *_best_tile(product, device, activation))
+    return with_tile(product, *_best_tile(product, device, activation or bias))

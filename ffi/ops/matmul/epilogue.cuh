@@ -1,4 +1,4 @@
-// What happens to a sum of products before it is stored: bias, activation, rounding.
+// What happens to a sum of products before it is stored: scale, bias, activation, rounding.
 #ifndef JAXOPS_OPS_MATMUL_EPILOGUE_CUH_
 #define JAXOPS_OPS_MATMUL_EPILOGUE_CUH_
 
@@ -10,32 +10,57 @@
 
 namespace jaxops::matmul {
 
+// How exactly activations are computed: to a few units in the last place of an f32, or, for results of 16 bits, with
+// relative errors of about 2^-22 max(1, |log2 of the result|) and no results below 2^-126.
+enum class Accuracy { kFull, kNarrow };
+template <class U>
+inline constexpr Accuracy kAccuracyFor = sizeof(U) == 2 ? Accuracy::kNarrow : Accuracy::kFull;
+
 // Within 2 units in the last place of e^x, in a third of expf's instructions: 2^t of the rounded product t = x log2(e),
 // times what the rounding left out.
-__device__ inline float Exp(float x) {
+template <Accuracy kAccuracy = Accuracy::kFull>
+__device__ float Exp(float x) {
   constexpr float kLog2E = 1.4426950408889634f, kLow = 1.9259629911266175e-8f, kLn2 = 0.6931471805599453f;
   const float t = x * kLog2E;
+  if constexpr (kAccuracy == Accuracy::kNarrow) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+    return power;
+  }
   const float rest = fmaf(x, kLow, fmaf(x, kLog2E, -t)), power = exp2f(t);
   return isinf(power) || power == 0 ? power : fmaf(power, rest * kLn2, power);
 }
-__device__ inline float Divide(float a, float b) { return __fdividef(a, b); }  // within 2 units in the last place
+// Within 2 units in the last place of a / b; b is 1 or more.
+template <Accuracy kAccuracy = Accuracy::kFull>
+__device__ float Divide(float a, float b) {
+  if constexpr (kAccuracy == Accuracy::kNarrow) {
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(b));
+    return a * reciprocal;
+  }
+  return __fdividef(a, b);
+}
 
 // t exp(-x^2 + polynomial(t)) with t = 1 / (1 + |x| / 2) for x >= 0, and 2 - that for x < 0: within 1.2e-7 of erfc
 // relative to it everywhere (a Chebyshev fit, Press et al., Numerical Recipes, 6.2), in a third of erfcf's
 // instructions.
-__device__ inline float Erfc(float x) {
-  const float t = Divide(1.0f, fmaf(0.5f, fabsf(x), 1.0f));
+template <Accuracy kAccuracy = Accuracy::kFull>
+__device__ float Erfc(float x) {
+  const float t = Divide<kAccuracy>(1.0f, fmaf(0.5f, fabsf(x), 1.0f));
   float sum = 0.17087277f;
   for (const float coefficient : {-0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f, -0.18628806f, 0.09678418f,
                                   0.37409196f, 1.00002368f, -1.26551223f})
     sum = fmaf(sum, t, coefficient);
-  const float y = t * Exp(fmaf(-x, x, sum));
+  const float y = t * Exp<kAccuracy>(fmaf(-x, x, sum));
   return x < 0 ? 2 - y : y;  // no number for no number
 }
 
+// gelu: -2 u = z (kGeluLinear + kGeluCubic z^2), u = sqrt(2 / pi) (z + 0.044715 z^3).
+inline constexpr float kGeluLinear = -1.5957691216057308f, kGeluCubic = 0.044715f * kGeluLinear;
+
 // One switch for all values: within it they stay in registers.
-template <class A, int kCount>
-__device__ void Activate(Activation activation, A (&z)[kCount]) {
+template <Accuracy kAccuracy = Accuracy::kFull, int kCount>
+__device__ void Activate(Activation activation, float (&z)[kCount]) {
   const auto each = [&](const auto& function) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) z[i] = function(z[i]);
@@ -44,30 +69,67 @@ __device__ void Activate(Activation activation, A (&z)[kCount]) {
     case Activation::kNone:
       break;
     case Activation::kRelu:
-      each([](A x) { return x < 0 ? A{0} : x; });  // NaN stays NaN
+      each([](float x) { return x < 0 ? 0.0f : x; });  // NaN stays NaN
       break;
-    case Activation::kGelu:  // z / 2 (1 + tanh(u)) = z / (1 + exp(-2 u)), u = sqrt(2 / pi) (z + 0.044715 z^3)
-      each([](A x) { return Divide(x, 1 + Exp(A(-1.5957691216057308) * (x + A(0.044715) * x * x * x))); });
+    case Activation::kGelu:  // z / 2 (1 + tanh(u)) = z / (1 + exp(-2 u))
+      each([](float x) { return Divide<kAccuracy>(x, 1 + Exp<kAccuracy>(x * fmaf(x * x, kGeluCubic, kGeluLinear))); });
       break;
     case Activation::kGeluExact:  // z / 2 erfc(-z / sqrt(2))
-      each([](A x) { return A(0.5) * x * Erfc(x * A(-0.7071067811865476)); });
+      each([](float x) { return 0.5f * x * Erfc<kAccuracy>(x * -0.7071067811865476f); });
       break;
     default:  // silu
-      each([](A x) { return Divide(x, 1 + Exp(-x)); });
+      each([](float x) { return Divide<kAccuracy>(x, 1 + Exp<kAccuracy>(-x)); });
+  }
+}
+
+// dz[i] *= the activation's derivative at z[i].
+template <Accuracy kAccuracy, int kCount>
+__device__ void Differentiate(Activation activation, const float (&z)[kCount], float (&dz)[kCount]) {
+  const auto each = [&](const auto& derivative) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) dz[i] *= derivative(z[i]);
+  };
+  const auto sigmoid = [](float x) { return Divide<kAccuracy>(1.0f, 1 + Exp<kAccuracy>(-x)); };
+  switch (activation) {
+    case Activation::kNone:
+      break;
+    case Activation::kRelu:
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) dz[i] = z[i] > 0 ? dz[i] : 0;
+      break;
+    case Activation::kGelu:  // s + z s (1 - s) 2 u', s = 1 / (1 + exp(-2 u))
+      each([&](float x) {
+        const float s = sigmoid(-x * fmaf(x * x, kGeluCubic, kGeluLinear));
+        return fmaf(x * s * (1 - s), -fmaf(x * x, 3 * kGeluCubic, kGeluLinear), s);
+      });
+      break;
+    case Activation::kGeluExact:  // erfc(-z / sqrt(2)) / 2 + z exp(-z^2 / 2) / sqrt(2 pi)
+      each([](float x) {
+        return fmaf(x * 0.3989422804014327f, Exp<kAccuracy>(-0.5f * x * x),
+                    0.5f * Erfc<kAccuracy>(x * -0.7071067811865476f));
+      });
+      break;
+    default:  // silu: s + z s (1 - s)
+      each([&](float x) {
+        const float s = sigmoid(x);
+        return fmaf(x * s, 1 - s, s);
+      });
   }
 }
 
 // Stores kCount adjacent elements of row `row`, the first in column `column`; those outside the result are left out.
-template <class U, class A, int kCount>
-__device__ void StoreRow(const Problem& p, int64_t batch, int64_t bias_offset, int64_t row, int64_t column,
-                         const A (&sums)[kCount]) {
+template <class U, int kCount>
+__device__ void StoreRow(const Problem& p, int64_t batch, const Offsets& offsets, int64_t row, int64_t column,
+                         const float (&sums)[kCount]) {
   if (row >= p.m || column >= p.n) return;
-  const A* const bias = p.bias ? static_cast<const A*>(p.bias) + bias_offset + row * p.bias_row_stride : nullptr;
-  A z[kCount];
+  const float scale = p.scale ? static_cast<const float*>(p.scale)[offsets.scale] : 1;
+  const float* const bias =
+      p.bias ? static_cast<const float*>(p.bias) + offsets.bias + row * p.bias_row_stride : nullptr;
+  float z[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const bool inside = column + i < p.n;
-    z[i] = bias && inside ? sums[i] + bias[(column + i) * p.bias_column_stride] : sums[i];
+    z[i] = bias && inside ? fmaf(sums[i], scale, bias[(column + i) * p.bias_column_stride]) : sums[i] * scale;
   }
   const int64_t offset = (batch * p.m + row) * p.n + column;
   const auto store = [&](void* target, const Pack<U, kCount>& values) {

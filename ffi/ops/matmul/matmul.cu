@@ -165,9 +165,9 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
   return Invalid(kHandler, "only f32 is multiplied in parts");
 }
 
-// lhs, rhs, [bias] -> out, and more as in MoreResults
+// lhs, rhs, [scale], [bias] -> out, and more as in MoreResults
 Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs rest, BufferResult out,
-             ffi::RemainingRets more, bool lhs_transposed, bool rhs_transposed, int32_t activation,
+             ffi::RemainingRets more, bool lhs_transposed, bool rhs_transposed, int32_t activation, bool has_scale,
              bool has_preactivation, int32_t tile_rows, int32_t tile_columns, bool ping_pong, int32_t band,
              int32_t terms, int32_t splits, int32_t promote, int32_t lhs_copy, int32_t rhs_copy, bool has_partials) {
   constexpr int32_t kCopies = static_cast<int32_t>(OperandCopy::kCount);
@@ -185,34 +185,29 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
                          static_cast<OperandCopy>(lhs_copy),
                          static_cast<OperandCopy>(rhs_copy)};
   MoreResults results;
-  std::optional<AnyBuffer> bias;
-  if (rest.size() > 1) return Invalid(kHandler, "too many operands");
-  if (rest.size() == 1) {
-    auto buffer = rest.get<AnyBuffer>(0);
-    if (!buffer.has_value()) return Invalid(kHandler, "bias is no array");
-    bias = *buffer;
-  }
-  size_t next = 0;
+  std::optional<AnyBuffer> scale, bias;
+  BufferReader<ffi::RemainingArgs> operands(kHandler, rest);
+  if (has_scale) JAXOPS_RETURN_IF_ERROR(operands.Take(&scale));
+  if (rest.size() > has_scale) JAXOPS_RETURN_IF_ERROR(operands.Take(&bias));
+  JAXOPS_RETURN_IF_ERROR(operands.End());
+  BufferReader<ffi::RemainingRets> reader(kHandler, more);
   for (const auto& [present, result] :
        {std::pair(has_preactivation, &results.preactivation), std::pair(lhs_copy != 0, &results.lhs_copy),
         std::pair(rhs_copy != 0, &results.rhs_copy), std::pair(has_partials, &results.partials),
         std::pair(terms == 3, &results.unfit)}) {
-    if (!present) continue;
-    if (next == more.size()) return Invalid(kHandler, "too few results");
-    auto buffer = more.get<AnyBuffer>(next++);
-    if (!buffer.has_value()) return Invalid(kHandler, "a result is no array");
-    *result = **buffer;
+    if (present) JAXOPS_RETURN_IF_ERROR(reader.Take(result));
   }
-  if (next != more.size()) return Invalid(kHandler, "too many results");
+  JAXOPS_RETURN_IF_ERROR(reader.End());
   const DataType lhs_type = lhs.element_type(), rhs_type = rhs.element_type(), result = out->element_type();
   const auto is_8bit = [](DataType type) { return type == DataType::F8E4M3FN || type == DataType::F8E5M2; };
   if (lhs_type != rhs_type && !(is_8bit(lhs_type) && is_8bit(rhs_type)))
     return Invalid(kHandler, "the operands' dtypes differ");
+  if (scale) JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "scale", *scale, AccumulatorType(lhs_type)));
   if (bias) JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "bias", *bias, AccumulatorType(lhs_type)));
   Problem problem = {};
-  JAXOPS_RETURN_IF_ERROR(matmul::ParseProblem(kHandler, lhs, rhs, bias ? &*bias : nullptr, *out,
-                                              results.preactivation ? &*results.preactivation : nullptr, lhs_transposed,
-                                              rhs_transposed, activation, &problem));
+  JAXOPS_RETURN_IF_ERROR(matmul::ParseProblem(kHandler, lhs, rhs, scale ? &*scale : nullptr, bias ? &*bias : nullptr,
+                                              *out, results.preactivation ? &*results.preactivation : nullptr,
+                                              lhs_transposed, rhs_transposed, activation, &problem));
   if (problem.m * problem.n * problem.batches == 0) return Error::Success();
   // A slice of a larger array may begin anywhere; the copy engine takes aligned ones alone.
   const auto fits = [](const AnyBuffer& operand, int32_t copy) {
@@ -246,6 +241,7 @@ JAXOPS_HANDLER(matmul, jaxops::Matmul,
                    .Attr<bool>("lhs_transposed")
                    .Attr<bool>("rhs_transposed")
                    .Attr<int32_t>("activation")
+                   .Attr<bool>("has_scale")
                    .Attr<bool>("has_preactivation")
                    .Attr<int32_t>("tile_rows")
                    .Attr<int32_t>("tile_columns")

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "ops/matmul/async_copy.cuh"
 #include "ops/matmul/epilogue.cuh"
 
 namespace jaxops::matmul {
@@ -22,16 +23,6 @@ struct MmaTile {
 
 __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-// 16 bytes from global to shared memory; zeros if !inside.
-__device__ inline void CopyAsync(uint32_t target, const void* source, bool inside) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(inside ? 16 : 0)
-               : "memory");
-}
-__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ void WaitCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 template <bool kTransposed>
@@ -87,7 +78,7 @@ struct MmaOperand {
       const uint32_t target = stage + Place(row, k);
       const T* const from = source + (kAlongK ? r * stride + d : d * stride + r);
       if constexpr (kAligned) {
-        CopyAsync(target, inside ? from : source, inside);
+        CopyAsync<16>(target, inside ? from : source, inside ? 16 : 0);
       } else {
         Pack<T, 8> values = {};
         const int64_t count = inside ? (kAlongK ? depth - d : rows - r) : 0;
@@ -182,7 +173,7 @@ __global__ void __launch_bounds__(MmaTile::kThreads, 2) MmaMatmul(const Problem 
     float values[kRun];
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values[i] = out[row * Shape::kOutPitch + column + i];
-    StoreRow<U, float, kRun>(p, tile.batch, offsets.bias, tile.row + row, tile.column + column, values);
+    StoreRow<U, kRun>(p, tile.batch, offsets, tile.row + row, tile.column + column, values);
   }
 }
 

@@ -1,4 +1,4 @@
-// A matmul, checked and reduced to what its kernels need: out[b] = activation(lhs[b] @ rhs[b] + bias[b]).
+// A matmul, checked and reduced to what its kernels need: out[b] = activation(scale[b] lhs[b] @ rhs[b] + bias[b]).
 #ifndef JAXOPS_OPS_MATMUL_PROBLEM_H_
 #define JAXOPS_OPS_MATMUL_PROBLEM_H_
 
@@ -17,7 +17,7 @@ enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluExact, kSilu, kCount
 inline constexpr int kMaxBatchAxes = 8;
 
 struct Offsets {
-  int64_t lhs, rhs, bias;
+  int64_t lhs, rhs, scale, bias;
 };
 
 // Maps a batch index, row-major over the result's batch axes, to the operands' offsets; stride 0 where one broadcasts.
@@ -27,12 +27,13 @@ struct Batch {
   Offsets strides[kMaxBatchAxes];
 
   constexpr Offsets At(int64_t index) const {
-    Offsets total = {0, 0, 0};
+    Offsets total = {0, 0, 0, 0};
     for (int axis = axes - 1; axis >= 0; --axis) {
       const int64_t i = index % sizes[axis];
       index /= sizes[axis];
       total.lhs += i * strides[axis].lhs;
       total.rhs += i * strides[axis].rhs;
+      total.scale += i * strides[axis].scale;
       total.bias += i * strides[axis].bias;
     }
     return total;
@@ -44,7 +45,7 @@ struct Problem {
   // lhs is [m, k], or [k, m] if transposed; rhs is [k, n], or [n, k] if transposed.
   bool lhs_transposed, rhs_transposed;
   Batch batch;
-  const void *lhs, *rhs, *bias;                 // bias: null if there is none
+  const void *lhs, *rhs, *scale, *bias;         // scale, bias: null if there is none
   int64_t bias_row_stride, bias_column_stride;  // 0 where the bias broadcasts
   void *out, *preactivation;                    // preactivation: null unless the backward pass will need it
   Activation activation;
@@ -54,14 +55,16 @@ struct Problem {
   int64_t rhs_stride() const { return rhs_transposed ? k : n; }
 };
 
-// Every operand has the result's rank; its batch axes have the result's size or 1. The bias may have size 1 anywhere.
-inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBuffer& rhs, const AnyBuffer* bias,
-                          const AnyBuffer& out, const AnyBuffer* preactivation, bool lhs_transposed,
-                          bool rhs_transposed, int32_t activation, Problem* problem) {
+// Every operand has the result's rank; its batch axes have the result's size or 1. The bias may have size 1 anywhere;
+// the scale has along all other axes.
+inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBuffer& rhs, const AnyBuffer* scale,
+                          const AnyBuffer* bias, const AnyBuffer& out, const AnyBuffer* preactivation,
+                          bool lhs_transposed, bool rhs_transposed, int32_t activation, Problem* problem) {
   const auto l = lhs.dimensions(), r = rhs.dimensions(), o = out.dimensions();
   const size_t rank = o.size();
-  if (rank < 2 || l.size() != rank || r.size() != rank || (bias && bias->dimensions().size() != rank)) {
-    return Invalid(handler, "lhs, rhs, bias and result must have one rank, at least 2");
+  const auto fits = [rank](const AnyBuffer* operand) { return !operand || operand->dimensions().size() == rank; };
+  if (rank < 2 || !fits(&lhs) || !fits(&rhs) || !fits(scale) || !fits(bias)) {
+    return Invalid(handler, "lhs, rhs, scale, bias and result must have one rank, at least 2");
   }
   if (activation < 0 || activation >= static_cast<int32_t>(Activation::kCount)) {
     return Invalid(handler, "unknown activation " + std::to_string(activation));
@@ -88,27 +91,32 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBu
   if (bias && ((bias_tile[0] != 1 && bias_tile[0] != p.m) || (bias_tile[1] != 1 && bias_tile[1] != p.n))) {
     return Invalid(handler, "bias " + Describe(bias->dimensions()) + " does not broadcast to " + Describe(o));
   }
+  const int64_t* const s = scale ? scale->dimensions().begin() : nullptr;
+  if (scale && (s[rank - 2] != 1 || s[rank - 1] != 1)) {
+    return Invalid(handler, "scale " + Describe(scale->dimensions()) + " has more than one element for a product");
+  }
   p.bias_column_stride = bias_tile[1] == 1 ? 0 : 1;
   p.bias_row_stride = bias_tile[0] == 1 ? 0 : bias_tile[1];
   p.batches = 1;
   p.batch.axes = 0;
-  Offsets stride = {p.m * p.k, p.k * p.n, bias_tile[0] * bias_tile[1]};
+  Offsets stride = {p.m * p.k, p.k * p.n, 1, bias_tile[0] * bias_tile[1]};
   Batch reversed;
   for (size_t axis = rank - 2; axis-- > 0;) {
     const int64_t size = o[axis];
     if ((l[axis] != size && l[axis] != 1) || (r[axis] != size && r[axis] != 1) ||
-        (b && b[axis] != size && b[axis] != 1)) {
+        (s && s[axis] != size && s[axis] != 1) || (b && b[axis] != size && b[axis] != 1)) {
       return Invalid(handler, "batch axes do not broadcast to the result's");
     }
     if (size != 1) {
       const Offsets own = {l[axis] == 1 ? 0 : stride.lhs, r[axis] == 1 ? 0 : stride.rhs,
-                           !b || b[axis] == 1 ? 0 : stride.bias};
+                           !s || s[axis] == 1 ? 0 : stride.scale, !b || b[axis] == 1 ? 0 : stride.bias};
       Batch& batch = reversed;
       const int last = batch.axes - 1;
       const auto continues = [&](int64_t Offsets::* operand) {
         return own.*operand == batch.strides[last].*operand * batch.sizes[last];
       };
-      if (last >= 0 && continues(&Offsets::lhs) && continues(&Offsets::rhs) && continues(&Offsets::bias)) {
+      if (last >= 0 && continues(&Offsets::lhs) && continues(&Offsets::rhs) && continues(&Offsets::scale) &&
+          continues(&Offsets::bias)) {
         batch.sizes[last] *= size;
       } else if (batch.axes == kMaxBatchAxes) {
         return Invalid(handler, "more than 8 batch axes that cannot be merged");
@@ -119,6 +127,7 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBu
     }
     stride.lhs *= l[axis];
     stride.rhs *= r[axis];
+    stride.scale *= s ? s[axis] : 1;
     stride.bias *= b ? b[axis] : 1;
     p.batches *= size;
   }
@@ -129,6 +138,7 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBu
   }
   p.lhs = lhs.untyped_data();
   p.rhs = rhs.untyped_data();
+  p.scale = scale ? scale->untyped_data() : nullptr;
   p.bias = bias ? bias->untyped_data() : nullptr;
   p.out = out.untyped_data();
   p.preactivation = preactivation ? preactivation->untyped_data() : nullptr;

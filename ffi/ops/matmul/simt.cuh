@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(SimtTile<A>::kThreads) SimtMatmul(const Proble
       A values[kQuad];
 #pragma unroll
       for (int j = 0; j < kQuad; ++j) values[j] = sums[i][half * kQuad + j];
-      StoreRow<A, A, kQuad>(p, tile.batch, offsets.bias, tile.row + y + i / kQuad * (Shape::kSize / 2) + i % kQuad,
-                            tile.column + x + half * (Shape::kSize / 2), values);
+      StoreRow<A, kQuad>(p, tile.batch, offsets, tile.row + y + i / kQuad * (Shape::kSize / 2) + i % kQuad,
+                         tile.column + x + half * (Shape::kSize / 2), values);
     }
   }
 }

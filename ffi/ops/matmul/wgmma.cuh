@@ -130,12 +130,13 @@ __device__ T& Either(T& first, T& second) {
 }
 
 template <class Tile, class P>
-__device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& ring, uint32_t staging, int warpgroup) {
+__device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& ring, uint32_t staging, uint32_t bias,
+                            int warpgroup) {
   using T = typename P::T;
   using V = typename P::V;
   constexpr int kBlocks = Tile::kBlocks, kColumns = Tile::kColumns;
   const WgmmaWorks<Tile, P> works(arguments);
-  ResultStore<Tile, typename P::Narrow> store(arguments, staging, warpgroup);
+  ResultStore<Tile, typename P::Narrow, sizeof(T) == 1> store(arguments, staging, bias, warpgroup);
   RingPlace<Tile> place;
   float sums[kBlocks][kColumns / 2];
   float promoted[kBlocks][kColumns / 2];  // not used, hence no registers, without promotion
@@ -153,6 +154,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
       place.Skip(depth);
       continue;
     }
+    store.FetchBias(work);
     if constexpr (Tile::kPingPong) hopper::NamedSync(kTurn + warpgroup, 2 * kWarpgroup);
     if constexpr (P::kPromotes) {
 #pragma unroll
@@ -199,6 +201,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
     if constexpr (Tile::kPingPong) hopper::NamedArrive(kTurn + 1 - warpgroup, 2 * kWarpgroup);
     hopper::WaitProducts<0>();
     if (pending >= 0) release(pending);
+    store.AwaitBias();
     auto& results = Either<P::kPromotes>(sums, promoted);
     if constexpr (Tile::kSplitsInCluster) {
       if (arguments.cluster > 1 && !SumCluster<Tile>(arguments, ring.stages, warpgroup, results)) break;
@@ -221,6 +224,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   const uint32_t stages = (hopper::SharedAddress(shared) + 1023) & ~1023u;
   const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes;
   const Ring<Tile> ring = {stages, staging + Tile::kMultipliers * Tile::kStagingBytes};
+  const uint32_t bias = ring.barriers + Tile::kBarrierBytes;
   if (threadIdx.x == 0) {
     hopper::Prefetch(arguments.lhs);
     hopper::Prefetch(arguments.rhs);
@@ -242,7 +246,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     }
   } else {
     if constexpr (Tile::kMultipliers == 2) hopper::AcquireRegisters<kMultiplierRegisters>();
-    MultiplyAll<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, warpgroup - 1);
+    MultiplyAll<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
   }
   if (Tile::kSplitsInCluster && arguments.cluster > 1)
     hopper::ClusterWait();  // nobody leaves while its sums may be read

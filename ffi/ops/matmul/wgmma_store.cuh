@@ -8,17 +8,19 @@
 #include "core/types.cuh"
 #include "hopper/barrier.cuh"
 #include "hopper/tensor_copy.cuh"
+#include "ops/matmul/async_copy.cuh"
 #include "ops/matmul/epilogue.cuh"
 #include "ops/matmul/wgmma_work.cuh"
 
 namespace jaxops::matmul {
 
-// Group kIndex of 8 sums, chosen at run time by halving: indices into registers must be constants.
-template <int kFirst, int kCount, int kBlocks, int kSums>
-__device__ void SelectGroup(const float (&sums)[kBlocks][kSums], int index, float (&group)[8]) {
+// Group `index` of kSize sums, chosen at run time by halving: indices into registers must be constants.
+template <int kFirst, int kCount, int kBlocks, int kSums, int kSize>
+__device__ void SelectGroup(const float (&sums)[kBlocks][kSums], int index, float (&group)[kSize]) {
   if constexpr (kCount == 1) {
+    constexpr int kGroups = kSums / kSize;  // of a block
 #pragma unroll
-    for (int i = 0; i < 8; ++i) group[i] = sums[kFirst / (kSums / 8)][kFirst % (kSums / 8) * 8 + i];
+    for (int i = 0; i < kSize; ++i) group[i] = sums[kFirst / kGroups][kFirst % kGroups * kSize + i];
   } else if (index < kFirst + kCount / 2) {
     SelectGroup<kFirst, kCount / 2>(sums, index, group);
   } else {
@@ -26,31 +28,53 @@ __device__ void SelectGroup(const float (&sums)[kBlocks][kSums], int index, floa
   }
 }
 
-// A warpgroup's way from sums in registers to results in memory, 64 rows by 128 bytes at a time through shared memory.
-template <class Tile, class Narrow>
+// A warp's way from sums in registers to results in memory, 16 rows by 128 bytes at a time through shared memory.
+// kFreeScale: scales belong to the short code too.
+template <class Tile, class Narrow, bool kFreeScale>
 class ResultStore {
  public:
   using Sums = float[Tile::kBlocks][Tile::kColumns / 2];  // as in hopper::MultiplyAdd, 64 rows a block
 
-  __device__ ResultStore(const WgmmaArguments& arguments, uint32_t staging, int warpgroup)
-      : arguments_(arguments), staging_(staging), warpgroup_(warpgroup) {}
+  // staging: the warpgroup's; bias: of all that multiply.
+  __device__ ResultStore(const WgmmaArguments& arguments, uint32_t staging, uint32_t bias, int warpgroup)
+      : arguments_(arguments),
+        staging_(staging),
+        bias_(bias + (Tile::kPingPong ? warpgroup * Tile::kColumns * 4 : 0)),
+        warpgroup_(warpgroup) {}
+
+  // Begins to fetch the bias of a tile's columns, if it is the same for all rows; before its sums are ready.
+  __device__ void FetchBias(const WgmmaWork& work) const {
+    const Problem& p = arguments_.problem;
+    if (!HasColumnBias()) return;
+    SyncTile();  // the last tile's has been used
+    const float* const from = Bias(work);
+    for (int i = Tile::kPingPong ? thread() : threadIdx.x - kWarpgroup; i < Tile::kColumns; i += kTileThreads) {
+      const int64_t column = min(int64_t{work.column + i}, p.n - 1);
+      CopyAsync<4>(bias_ + i * 4, from + column * p.bias_column_stride, 4);
+    }
+  }
+  // Until it is there; by all threads that fetched it.
+  __device__ void AwaitBias() const {
+    if (!HasColumnBias()) return;
+    WaitCopies<0>();
+    SyncTile();
+  }
 
   // The rows from `row` on and the columns of the work's tile.
   __device__ void Store(const Sums& sums, int row, const WgmmaWork& work) {
     const Problem& p = arguments_.problem;
     if (arguments_.wide_out) {
-      if (p.preactivation) StoreFinished<float>(sums, row, work, true);
-      StoreFinished<float>(sums, row, work, false);
-    } else if (p.bias || p.activation != Activation::kNone || p.preactivation || !arguments_.boxes_out) {
-      if (p.preactivation) StoreFinished<Narrow>(sums, row, work, true);
-      StoreFinished<Narrow>(sums, row, work, false);
+      StoreFinished<float>(sums, row, work);
+    } else if (p.bias || p.activation != Activation::kNone || p.preactivation || !arguments_.boxes_out ||
+               (!kFreeScale && p.scale)) {
+      StoreFinished<Narrow>(sums, row, work);
     } else {
       StorePlain(sums, row, work);
     }
   }
 
   __device__ void Finish() const {
-    if (thread() == 0) hopper::WaitStores();
+    if (lane() == 0) hopper::WaitStores();
   }
 
  private:
@@ -63,26 +87,51 @@ class ResultStore {
   static __device__ int warp() { return thread() / 32; }
   static __device__ int lane() { return thread() % 32; }
 
-  // The buffer to fill next, once it is free. Counted across tiles: never the one that was handed out last.
+  // The threads that share a tile.
+  static constexpr int kTileThreads = Tile::kPingPong ? kWarpgroup : Tile::kMultipliers * kWarpgroup;
+  __device__ void SyncTile() const { hopper::NamedSync(Tile::kPingPong ? 1 + warpgroup_ : 1, kTileThreads); }
+
+  __device__ bool HasColumnBias() const { return arguments_.problem.bias && arguments_.problem.bias_row_stride == 0; }
+  __device__ const float* Bias(const WgmmaWork& work) const {
+    const Problem& p = arguments_.problem;
+    return static_cast<const float*>(p.bias) + (p.batches > 1 ? p.batch.At(work.batch).bias : 0);
+  }
+  __device__ float Scale(const WgmmaWork& work) const {
+    const Problem& p = arguments_.problem;
+    return p.scale ? static_cast<const float*>(p.scale)[p.batches > 1 ? p.batch.At(work.batch).scale : 0] : 1;
+  }
+
+  // The buffer to fill next, of all warps, each of which has 16 of its rows; once the warp's part is free. Counted
+  // across tiles: never the one that was handed out last. kAhead: buffers acquired before it and not yet handed out.
+  template <int kAhead = 0>
   __device__ uint32_t Acquire() {
-    const uint32_t buffer = staging_ + (count_++ % 2) * kBlockBytes;
-    if (arguments_.boxes_out) {
-      if (thread() == 0) hopper::WaitStoresRead<1>();
-      hopper::NamedSync(1 + warpgroup_, kWarpgroup);
-    } else {
-      __syncwarp();
-    }
+    const uint32_t buffer = staging_ + next_ * kBlockBytes;
+    next_ = next_ + 1 == Tile::kStagingBuffers ? 0 : next_ + 1;
+    if (arguments_.boxes_out && lane() == 0) hopper::WaitStoresRead<Tile::kStagingBuffers - 1 - kAhead>();
+    __syncwarp();
     return buffer;
   }
-  __device__ void HandOut(const CUtensorMap& map, uint32_t buffer, int row, int column, int slice) const {
+  // The warp's part of a buffer, on its way to rows from `row` (the buffer's first) and columns from `column` on.
+  __device__ void HandOutBox(const CUtensorMap& map, uint32_t buffer, int row, int column, int slice) const {
     hopper::FenceSharedForCopies();
-    hopper::NamedSync(1 + warpgroup_, kWarpgroup);
-    if (thread() == 0) hopper::StoreBox(map, buffer, column, row, slice);
+    __syncwarp();
+    const int line = warp() * 16;
+    if (lane() == 0) hopper::StoreBox(map, buffer + line * hopper::kBoxRowBytes, column, row + line, slice);
+  }
+  template <class U>
+  __device__ void HandOut(const CUtensorMap& map, void* out, uint32_t buffer, int row, int column, int slice) const {
+    if (arguments_.boxes_out) {
+      HandOutBox(map, buffer, row, column, slice);
+    } else if constexpr (Tile::kStoresAnyRows) {
+      __syncwarp();
+      StoreRows(static_cast<U*>(out), buffer, row, column, slice);
+    }
   }
 
   // Sums that are only rounded: short code, unrolled.
   __device__ void StorePlain(const Sums& sums, int row, const WgmmaWork& work) {
     constexpr int kWidth = hopper::kBoxRowBytes / sizeof(Narrow);
+    const float scale = kFreeScale ? Scale(work) : 1;
 #pragma unroll
     for (int block = 0; block < Tile::kBlocks; ++block)
 #pragma unroll
@@ -92,91 +141,95 @@ class ResultStore {
         for (int group = 0; group < kWidth / 16; ++group) {
           float z[8];
 #pragma unroll
-          for (int i = 0; i < 8; ++i) z[i] = sums[block][chunk * kWidth / 2 + group * 8 + i];
+          for (int i = 0; i < 8; ++i) z[i] = sums[block][chunk * kWidth / 2 + group * 8 + i] * scale;
           Stage<Narrow>(buffer, group, z);
         }
-        HandOut(arguments_.out, buffer, row + block * 64, work.column + chunk * kWidth, work.slice);
+        HandOutBox(arguments_.out, buffer, row + block * 64, work.column + chunk * kWidth, work.slice);
       }
   }
 
-  // Sums with bias and activation, or to rows of any alignment: long code, once, in a loop. Unrolled, the
+  // Sums with scale, bias and activation, or to rows of any alignment: long code, once, in a loop. Unrolled, the
   // kernels were up to half slower (benchmarks/TUNING.md), probably for want of room in the instruction cache.
   template <class U>
-  __device__ void StoreFinished(const Sums& sums, int first_row, const WgmmaWork& work, bool preactivation) {
-    constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U), kGroups = kWidth / 16;  // a buffer's
+  __device__ void StoreFinished(const Sums& sums, int first_row, const WgmmaWork& work) {
+    // Columns of a buffer; of a group of sums, the more the better while there are registers.
+    constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U), kGroup = Tile::kBlocks * Tile::kColumns <= 256 ? 32 : 16;
+    constexpr int kGroups = Tile::kColumns / kGroup;
     const Problem& p = arguments_.problem;
-    const float* const bias =
-        static_cast<const float*>(p.bias) + (p.bias && p.batches > 1 ? p.batch.At(work.batch).bias : 0);
-    uint32_t buffer = 0;
-    ColumnBias ahead = LoadBias(bias, work.column);  // a group ahead: the load takes longer than one
+    const float scale = Scale(work);
+    uint32_t buffer = 0, before = 0;  // of results and preactivations
 #pragma unroll 1
-    for (int index = 0; index < Tile::kBlocks * Tile::kColumns / 16; ++index) {
-      const int row = first_row + index / (Tile::kColumns / 16) * 64, in_row = index % (Tile::kColumns / 16);
-      const int group = in_row % kGroups, column = work.column + in_row * 16;
-      if (group == 0) buffer = Acquire();
-      float z[8];
-      SelectGroup<0, Tile::kBlocks * Tile::kColumns / 16>(sums, index, z);
-      const ColumnBias columns = ahead;
-      ahead = LoadBias(bias, work.column + (index + 1) % (Tile::kColumns / 16) * 16);
-      if (p.bias) AddBias(z, columns, bias, row, column);
-      if (!preactivation) Activate(p.activation, z);
-      Stage<U>(buffer, group, z);
-      if (group + 1 < kGroups) continue;
-      const int first = column - group * 16;
-      if (arguments_.boxes_out) {
-        HandOut(preactivation ? arguments_.preactivation : arguments_.out, buffer, row, first, work.slice);
-      } else if constexpr (Tile::kStoresAnyRows) {
-        __syncwarp();
-        StoreRows(static_cast<U*>(preactivation ? p.preactivation : p.out), buffer, row, first, work.slice);
+    for (int index = 0; index < Tile::kBlocks * kGroups; ++index) {
+      const int row = first_row + index / kGroups * 64, in_row = index % kGroups * kGroup, in_buffer = in_row % kWidth;
+      if (in_buffer == 0) {
+        buffer = Acquire();
+        if (p.preactivation) before = Acquire<1>();
       }
+      float z[kGroup / 2];
+      SelectGroup<0, Tile::kBlocks * kGroups>(sums, index, z);
+#pragma unroll
+      for (float& value : z) value *= scale;
+      if (HasColumnBias()) {
+        AddColumnBias(z, bias_ + in_row * 4);
+      } else if (p.bias) {
+        AddBias(z, Bias(work), row, work.column + in_row);
+      }
+      if (p.preactivation) Stage<U>(before, in_buffer / 16, z);
+      Activate<kAccuracyFor<U>>(p.activation, z);
+      Stage<U>(buffer, in_buffer / 16, z);
+      if (in_buffer + kGroup < kWidth) continue;
+      const int column = work.column + in_row - in_buffer;
+      HandOut<U>(arguments_.out, p.out, buffer, row, column, work.slice);
+      if (p.preactivation) HandOut<U>(arguments_.preactivation, p.preactivation, before, row, column, work.slice);
     }
   }
 
-  // A thread's part of 16 columns of a bias that is the same for all rows.
-  struct ColumnBias {
-    float values[4];
-  };
-  __device__ ColumnBias LoadBias(const float* bias, int column) const {
-    const Problem& p = arguments_.problem;
-    ColumnBias loaded = {};
-    if (!p.bias || p.bias_row_stride != 0) return loaded;
-    const int first = column + lane() % 4 * 2;
+  // z: the thread's 8 of each 16 columns, in the order of MultiplyAdd; bias: these columns' in shared memory.
+  template <int kCount>
+  static __device__ void AddColumnBias(float (&z)[kCount], uint32_t bias) {
+    const uint32_t own = bias + lane() % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int c = first + i / 2 * 8 + i % 2;
-      if (c < p.n) loaded.values[i] = bias[c * p.bias_column_stride];
+    for (int i = 0; i < kCount; i += 4) {
+      float first, second;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(own + i * 8) : "memory");
+      z[i] += first;
+      z[i + 1] += second;
+      z[i + 2] += first;
+      z[i + 3] += second;
     }
-    return loaded;
   }
-  // z: the thread's 8 of 16 columns, in the order of MultiplyAdd.
-  __device__ void AddBias(float (&z)[8], const ColumnBias& columns, const float* bias, int row, int column) const {
+  template <int kCount>
+  __device__ void AddBias(float (&z)[kCount], const float* bias, int first_row, int first_column) const {
     const Problem& p = arguments_.problem;
+    const int row = first_row + warp() * 16 + lane() / 4, column = first_column + lane() % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) z[i] += columns.values[i / 4 * 2 + i % 2];
-    if (p.bias_row_stride == 0) return;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int r = row + warp() * 16 + lane() / 4 + (i & 2) * 4, c = column + lane() % 4 * 2 + i / 4 * 8 + i % 2;
+    for (int i = 0; i < kCount; ++i) {
+      const int r = row + (i & 2) * 4, c = column + i / 4 * 8 + i % 2;
       if (r < p.m && c < p.n) z[i] += bias[r * p.bias_row_stride + c * p.bias_column_stride];
     }
   }
 
-  // Into rows with the swizzle that the copy engine expects.
-  template <class U>
-  static __device__ void Stage(uint32_t buffer, int group, const float (&z)[8]) {
-    if constexpr (sizeof(U) == 2) {
-      const auto pair = [&](int i) { return ToPack<U, 2>([&](int j) { return z[i + j]; }).words[0]; };
-      const int line = warp() * 16 + lane() % 16, piece = group * 2 + lane() / 16;
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(Place(buffer, line, piece)),
-                   "r"(pair(0)), "r"(pair(2)), "r"(pair(4)), "r"(pair(6))
-                   : "memory");
-    } else {
+  // Into rows with the swizzle that the copy engine expects, from columns 16 `group` of the buffer on.
+  template <class U, int kCount>
+  static __device__ void Stage(uint32_t buffer, int group, const float (&z)[kCount]) {
+    const int lane = ResultStore::lane(), line = warp() * 16;
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        const int line = warp() * 16 + lane() / 4 + (i & 2) * 4, at = group * 16 + lane() % 4 * 2 + i / 4 * 8;
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(Place(buffer, line, at / 4) + at % 4 * 4), "f"(z[i]),
-                     "f"(z[i + 1])
+    for (int first = 0; first < kCount; first += 8, ++group) {
+      if constexpr (sizeof(U) == 2) {
+        const auto pair = [&](int i) { return ToPack<U, 2>([&](int j) { return z[first + i + j]; }).words[0]; };
+        const uint32_t place = Place(buffer, line + lane % 16, group * 2 + lane / 16);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(pair(0)),
+                     "r"(pair(2)), "r"(pair(4)), "r"(pair(6))
                      : "memory");
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+          const int at = group * 16 + lane % 4 * 2 + i / 4 * 8;
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(Place(buffer, line + lane / 4 + (i & 2) * 4, at / 4) +
+                                                                at % 4 * 4),
+                       "f"(z[first + i]), "f"(z[first + i + 1])
+                       : "memory");
+        }
       }
     }
   }
@@ -216,9 +269,9 @@ class ResultStore {
   }
 
   const WgmmaArguments& arguments_;
-  const uint32_t staging_;
+  const uint32_t staging_, bias_;
   const int warpgroup_;
-  uint32_t count_ = 0;
+  uint32_t next_ = 0;
 };
 
 }  // namespace jaxops::matmul

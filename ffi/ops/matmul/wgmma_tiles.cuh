@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kPartialWarps * 32) SumPartials(const Problem 
     sum = make_float4(sum.x + add.x, sum.y + add.y, sum.z + add.z, sum.w + add.w);
   }
   const float values[kPartialCount] = {sum.x, sum.y, sum.z, sum.w};
-  StoreRow<U>(p, batch, p.bias ? p.batch.At(batch).bias : 0, line - batch * p.m, column, values);
+  StoreRow<U>(p, batch, p.batch.At(batch), line - batch * p.m, column, values);
 }
 
 template <class T>
@@ -96,7 +96,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   Problem& q = arguments.problem;
   if (split) {
     q.out = plan.partials;
-    q.bias = q.preactivation = nullptr;
+    q.scale = q.bias = q.preactivation = nullptr;
     q.activation = Activation::kNone;
   }
   cudaError_t status = hopper::Describe(View<T>(plan.lhs, P::kLhs, p.m, p.k, Tile::kRows), &arguments.lhs);
@@ -109,7 +109,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
     hopper::TensorView view = {q.out,     wide ? kCopyType<float> : kCopyType<typename P::Narrow>,
                                out_bytes, p.n,
                                p.m,       p.batches * (split ? plan.splits : 1),
-                               p.n,       64};
+                               p.n,       16};
     status = hopper::Describe(view, &arguments.out);
     if (q.preactivation && status == cudaSuccess) {
       view.data = q.preactivation;
@@ -155,7 +155,8 @@ cudaError_t LaunchPlanned(Types<Tiles...>, cudaStream_t stream, const Problem& p
 using WgmmaTiles =
     Types<WgmmaTile<32, 64, 1, 7, Schedule::kCooperative, 2>, WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>,
           WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
-          WgmmaTile<128, 192, 2, 4, Schedule::kPingPong>, WgmmaTile<128, 256, 2, 4>, WgmmaTile<256, 192, 2, 3>>;
+          WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 1, 4>, WgmmaTile<128, 256, 2, 4>,
+          WgmmaTile<256, 192, 2, 3, Schedule::kCooperative, 1, 3>>;
 // Promoted sums take twice the registers.
 using PromotedTiles =
     Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 192, 2, 4>>;

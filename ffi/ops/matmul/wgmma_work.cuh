@@ -25,7 +25,7 @@ enum class Schedule { kCooperative, kPingPong };
 // The result's tile of one block, the warpgroups that multiply, and the stages of the ring. Less than 64 rows are for
 // products of no more rows: only these are loaded; what is multiplied beyond them is never stored.
 template <int kRows_, int kColumns_, int kMultipliers_, int kStages_, Schedule kSchedule_ = Schedule::kCooperative,
-          int kResident_ = 1>
+          int kResident_ = 1, int kStaging_ = 2>
 struct WgmmaTile {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kMultipliers = kMultipliers_, kStages = kStages_;
   static constexpr bool kPingPong = kSchedule_ == Schedule::kPingPong;
@@ -37,10 +37,12 @@ struct WgmmaTile {
   static constexpr bool kStoresAnyRows = kBlocks * kColumns <= 256;
   static constexpr int kLhsBytes = kRows * hopper::kBoxRowBytes, kRhsBytes = kColumns * hopper::kBoxRowBytes;
   static constexpr int kStageBytes = kLhsBytes + kRhsBytes;
-  static constexpr int kStagingBytes = 2 * kBlockBytes;  // a warpgroup's results on their way out
+  static constexpr int kStagingBuffers = kStaging_;  // of 64 rows by 128 bytes: a warpgroup's results on their way out
+  static constexpr int kStagingBytes = kStagingBuffers * kBlockBytes;
   static constexpr int kBarrierBytes = 2 * kStages * 8;
-  static constexpr int kSharedBytes =
-      1024 + kStages * kStageBytes + kMultipliers * kStagingBytes + kBarrierBytes;  // 1024: to align the stages
+  static constexpr int kBiasBytes = kColumns * 4 * (kPingPong ? 2 : 1);  // of a tile in work
+  static constexpr int kSharedBytes =                                    // 1024: to align the stages
+      1024 + kStages * kStageBytes + kMultipliers * kStagingBytes + kBarrierBytes + kBiasBytes;
   // Whether clusters may sum the parts of a tile: there must be room for the sums in the ring.
   static constexpr bool kSplitsInCluster =
       !kPingPong && kBlocks * kColumns <= 128 && kMultipliers * kBlocks * 64 * kColumns * 4 <= kStages * kStageBytes;

@@ -1,0 +1,28 @@
+// Copies of single threads from global to shared memory that go on while the thread does (cp.async, since sm_80).
+#ifndef JAXOPS_OPS_MATMUL_ASYNC_COPY_CUH_
+#define JAXOPS_OPS_MATMUL_ASYNC_COPY_CUH_
+
+#include <cstdint>
+
+namespace jaxops::matmul {
+
+// kBytes (4, 8 or 16; both sides aligned to them): the first `inside` from global memory, then zeros.
+template <int kBytes>
+__device__ void CopyAsync(uint32_t target, const void* source, int inside) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(inside) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(kBytes), "r"(inside)
+                 : "memory");
+  }
+}
+__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last kPending groups of this thread's copies are done.
+template <int kPending>
+__device__ void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace jaxops::matmul
+
+#endif  // JAXOPS_OPS_MATMUL_ASYNC_COPY_CUH_
