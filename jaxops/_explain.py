@@ -22,10 +22,11 @@ class KernelCall:
     Attributes:
       kernel: the kernel's name, as in HLO's custom-call targets without prefix and version.
       scope: the `jax.named_scope` names around the call, and the transformations.
-      operands, results: shapes and dtypes, `bf16[8,128]`.
+      operands: shapes and dtypes, `bf16[8,128]`.
+      results: the same of the results.
       times: how often a call of the function runs it; None if a `while` loop decides.
       runs_on: "jaxops", or "XLA" if this platform has no such kernel, or XLA's own is chosen.
-      detail: what the kernel says of the call: its parameters, the placement or tile that it chooses.
+      detail: what the kernel says of the call: its parameters, a matmul's tile, how a row op's rows lie.
       bytes: the operands' and results' sizes together: the fewest bytes that one run moves.
       flops: multiplications and additions of one run of a matrix product; 0 for others.
     """

@@ -40,7 +40,10 @@ def _svg(figure: Figure, rows: Sequence[dict[str, str]]) -> bytes:
 
 
 def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
-    """Rates of a row op over the number of columns, by direction and dtype; the last axis of whole matrices only."""
+    """Rates of a row op over the number of columns, by direction and dtype; the last axis of whole matrices only.
+
+    Hollow points: rows that are no multiple of 8 elements.
+    """
     matrices = [(int(found[1]), row) for row in rows if (found := re.fullmatch(r"\d+x(\d+)", row["shape"]))]
     if not matrices:
         return None
@@ -53,13 +56,18 @@ def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
                 key=lambda pair: pair[0],
             )
             for name, (label, style) in LINES.items():
-                points = [(n, float(row[name])) for n, row in shown if row[name]]
-                axes.plot(*zip(*points, strict=True) if points else ([], []), label=label, **style)
+                points = {n: float(row[name]) for n, row in shown if row[name]}
+                aligned = {n: rate for n, rate in points.items() if n % 8 == 0}
+                axes.plot(aligned.keys(), aligned.values(), label=label, **style)
+                if "marker" in style:  # rows that are not aligned: a point each, no line
+                    others = [[n, rate] for n, rate in points.items() if n % 8]
+                    hollow = style | {"linestyle": "", "fillstyle": "none"}
+                    axes.plot(*zip(*others, strict=True) if others else ([], []), **hollow)
             axes.set_title(f"{direction}, {dtype}", fontsize="medium")
             axes.set_xscale("log", base=2)
             axes.grid(alpha=0.3)
     panels[0][0].set_ylim(bottom=0)
-    panels[0][0].legend()
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize="small")
     figure.supylabel(f"{matrices[0][1]['unit']} of the bytes that the op must move, over columns")
     return _svg(figure, [row for _, row in matrices])
 
