@@ -213,7 +213,7 @@ class _MatmulKernel(Kernel):
             z = lax.dot_general(lhs, rhs, (contract, (axes, axes)), precision=precision, preferred_element_type=wide)
         z = z if scale is None else z * scale.astype(wide)
         z = z if bias is None else z + bias.astype(wide)
-        out = ACTIVATIONS[spec.activation](z).astype(spec.dtype)
+        out = ACTIVATIONS[spec.activation](z.astype(accumulator(wide))).astype(spec.dtype)
         return restore([out, z.astype(spec.dtype)] if preactivation else [out])
 
     def choice(self, *operands, spec, preactivation=False) -> choices.Choice:
@@ -258,9 +258,9 @@ class _MatmulKernel(Kernel):
         lhs, rhs, *_ = operands
         choice = self.choice(*operands, spec=spec, preactivation=preactivation)
         if choice.kernel == "xla":
-            # A product alone is asked for in its own dtype, as jax.numpy asks for it.
+            # In the result's dtype, as jax.numpy asks for it: else XLA writes f32 sums, and rounds them in a pass.
             alone = len(operands) == 2 and spec.activation is None
-            sums = spec.dtype if alone else None
+            sums = spec.dtype if alone or (not spec.scaled and lhs.dtype.itemsize == 2) else None
             return restore(self._on_xla(*operands, spec=spec, preactivation=preactivation, sums=sums))
         results = self.abstract(*operands, spec=spec, preactivation=preactivation)
         count, out = len(results), results[0]
