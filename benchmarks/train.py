@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import zlib
 from typing import Any
 
 import jax
@@ -145,6 +146,20 @@ def make_step(model: nn.Module, rate: float = 3e-4, decay: float = 0.1):
     return jax.jit(step)
 
 
+def draw_parameters(model: nn.Module, tokens: jax.Array) -> Any:
+    """The model's parameters, drawn one by one: its own `init` takes XLA half a minute to compile."""
+    draw = jax.jit(lambda key, like: 0.02 * jax.random.normal(key, like.shape, like.dtype))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def parameter(path, shape):
+        if path[-1].key in ("scale", "bias"):
+            return jnp.full(shape.shape, float(path[-1].key == "scale"), shape.dtype)
+        key = jax.random.key(zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return draw(key, jnp.zeros(shape.shape, shape.dtype))
+
+    return jax.tree_util.tree_map_with_path(parameter, shapes)
+
+
 def contenders(size: Size) -> dict[str, nn.Module]:
     """The models by name."""
     plain = Decoder(size)
@@ -159,7 +174,7 @@ def _measure(size: Size, settings: harness.Settings) -> dict[str, tuple[float, l
     """Seconds a step and the first losses of each model."""
     models = contenders(size)
     tokens = jax.random.randint(jax.random.key(1), (size.batch, size.length + 1), 0, size.vocabulary)
-    parameters = jax.jit(models["flax"].init)(jax.random.key(0), tokens[:, :-1])
+    parameters = draw_parameters(models["flax"], tokens[:, :-1])
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     state = (parameters, zeros, zeros, jnp.zeros((), jnp.int32))
     lowered = {name: make_step(model).lower(state, tokens) for name, model in models.items()}

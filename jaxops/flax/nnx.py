@@ -142,7 +142,7 @@ def _product(layer: Any, inputs: jax.Array, axes, batch_axes, activation, out_sh
 class Linear(nnx.Linear):
     """:class:`flax.nnx.Linear` on :func:`jaxops.matmul`, bias and activation in the same kernel.
 
-    Arguments, variables and results are Flax's; the bias is added before the product is rounded. With a
+    Arguments, variables and results are Flax's, up to rounding (see :func:`jaxops.matmul`). With a
     `dot_general=` of the user's own it is Flax's layer.
 
     Args:
@@ -177,7 +177,7 @@ class Linear(nnx.Linear):
 class LinearGeneral(nnx.LinearGeneral):
     """:class:`flax.nnx.LinearGeneral` on :func:`jaxops.matmul`, the bias in the same kernel.
 
-    Arguments, variables and results are Flax's; the bias is added before the product is rounded. With a
+    Arguments, variables and results are Flax's, up to rounding (see :func:`jaxops.matmul`). With a
     `dot_general=` of the user's own it is Flax's layer.
 
     Example:

@@ -92,8 +92,9 @@ def matmul(
     Sums are kept in f32 (f64 for f64); scales, bias and activation are applied to them before the result is rounded.
     On a GPU f32 operands are rounded to TF32 unless the highest precision is asked for, as XLA's are; then the error is
     that of f32 arithmetic. Which kernel a GPU runs follows from shapes, dtypes and the device by a table of measured
-    rates; where XLA's own dot is faster, it is chosen, and :func:`jaxops.explain` says so. On the CPU, and for dtypes
-    or options without a kernel (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
+    rates; where XLA's own dot is faster, it is chosen, and :func:`jaxops.explain` says so: a 16-bit product is then
+    rounded before bias and activation, as jax.numpy rounds it. On the CPU, and for dtypes or options without a kernel
+    (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
 
     Args:
       a: array of 1 or more dimensions, `[..., m, k]`; 1-D as in numpy.

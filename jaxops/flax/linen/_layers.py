@@ -164,7 +164,7 @@ def dense_general(self: Any, inputs: jax.Array) -> jax.Array:
 class Dense(nn.Dense):
     """:class:`flax.linen.Dense` on :func:`jaxops.matmul`, bias and activation in the same kernel.
 
-    Attributes, parameters and results are Flax's; the bias is added before the product is rounded. With a
+    Attributes, parameters and results are Flax's, up to rounding (see :func:`jaxops.matmul`). With a
     `dot_general=` of the user's own it is Flax's layer.
 
     Attributes:
@@ -193,7 +193,7 @@ class Dense(nn.Dense):
 class DenseGeneral(nn.DenseGeneral):
     """:class:`flax.linen.DenseGeneral` on :func:`jaxops.matmul`, the bias in the same kernel.
 
-    Attributes, parameters and results are Flax's; the bias is added before the product is rounded. With a
+    Attributes, parameters and results are Flax's, up to rounding (see :func:`jaxops.matmul`). With a
     `dot_general=` of the user's own it is Flax's layer.
 
     Example:
