@@ -92,8 +92,8 @@ _COMMON_TILES = (
     Tile(64, 64, False, 0.45, clusters=True),
     Tile(64, 128, False, 0.7, clusters=True),
     Tile(128, 128, False, 0.84, clusters=True),
-    Tile(128, 128, True, 0.93, band=2),
-    Tile(128, 192, True, 0.97, stores_any_rows=False),
+    Tile(128, 128, True, 0.98, band=2),
+    Tile(128, 192, True, 0.99, stores_any_rows=False),
     Tile(128, 256, False, 0.98),
     Tile(256, 192, False, 0.98, stores_any_rows=False),
 )
@@ -247,8 +247,8 @@ def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | No
         return None  # k is split
     if n <= 128 and m >= 4096 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
         return None
-    if activation and min(m, n) >= 1024 and k <= 8192 and operations >= 1.5e10:
-        return None
+    if activation and m * n >= 1 << 22 and min(m, n) >= 256 and k <= 8192:
+        return None  # two tiles or more for a multiprocessor
     if operations >= 5e12 and not bias:
         return None
     return "16 bits, aligned: XLA's own dot is ahead by 1 to 5 %, and by more for few rows and small products"
