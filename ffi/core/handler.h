@@ -2,6 +2,7 @@
 #ifndef JAXOPS_CORE_HANDLER_H_
 #define JAXOPS_CORE_HANDLER_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <initializer_list>
@@ -12,6 +13,9 @@
 #endif
 
 #include "xla/ffi/api/ffi.h"
+
+#define JAXOPS_RETURN_IF_ERROR(expression) \
+  if (::jaxops::Error error_ = (expression); error_.failure()) return error_
 
 namespace jaxops {
 
@@ -39,6 +43,27 @@ inline constexpr std::initializer_list<ffi::Traits> kTraits = {};
 
 inline Error Invalid(const char* handler, const std::string& what) {
   return Error::InvalidArgument(std::string(handler) + ": " + what);
+}
+
+// Refuses a buffer of which nothing can be computed: more bytes than an int64 counts (empty axes left out: strides are
+// products too), no memory, or memory that its elements cannot lie in.
+inline Error CheckBuffer(const char* handler, const AnyBuffer& buffer) {
+  const DataType type = buffer.element_type();
+  const uintptr_t alignment = type == DataType::F64                             ? 8
+                              : type == DataType::F32 || type == DataType::S32  ? 4
+                              : type == DataType::F16 || type == DataType::BF16 ? 2
+                                                                                : 1;
+  int64_t bytes = 16;  // of the largest element
+  bool fits = true, empty = false;
+  for (const int64_t size : buffer.dimensions()) {
+    fits = fits && size >= 0 && !__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
+    empty |= size == 0;
+  }
+  if (!fits) return Invalid(handler, "an operand's or a result's sizes are negative or too large");
+  if (!empty && !buffer.untyped_data()) return Invalid(handler, "an operand or a result has no memory");
+  if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % alignment)
+    return Invalid(handler, "an operand or a result is not aligned to its elements");
+  return Error::Success();
 }
 
 // No exception crosses the FFI: what the standard library throws (no memory) becomes an error status.

@@ -22,9 +22,6 @@
 #define JAXOPS_HOST_DEVICE
 #endif
 
-#define JAXOPS_RETURN_IF_ERROR(expression) \
-  if (::jaxops::Error error_ = (expression); error_.failure()) return error_
-
 namespace jaxops {
 
 // Division by a number below 2^31, fast for numerators below 2^31: Granlund and Montgomery (1994), figure 4.1.
@@ -308,7 +305,7 @@ class BufferReader {
     } else {
       *out = **buffer;
     }
-    return Error::Success();
+    return CheckBuffer(handler_, **out);
   }
 
   Error End() const {

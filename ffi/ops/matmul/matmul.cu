@@ -172,8 +172,8 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
              int32_t terms, int32_t splits, int32_t promote, int32_t lhs_copy, int32_t rhs_copy, bool has_partials) {
   constexpr int32_t kCopies = static_cast<int32_t>(OperandCopy::kCount);
   if (lhs_copy < 0 || lhs_copy >= kCopies || rhs_copy < 0 || rhs_copy >= kCopies || band < 1 || splits < 1 ||
-      promote < 0 || (splits > 8 && !has_partials) || (terms != 1 && terms != 3)) {
-    return Invalid(kHandler, "attributes out of range");
+      promote < 0 || (splits > 8 && !has_partials) || (terms != 1 && terms != 3) || band > 64) {
+    return Invalid(kHandler, "attributes out of range");  // 64 bands of tile columns are counted in 32 bits
   }
   const Choice choice = {tile_rows,
                          tile_columns,
@@ -185,6 +185,7 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
                          static_cast<OperandCopy>(lhs_copy),
                          static_cast<OperandCopy>(rhs_copy)};
   MoreResults results;
+  for (const AnyBuffer& buffer : {lhs, rhs, *out}) JAXOPS_RETURN_IF_ERROR(CheckBuffer(kHandler, buffer));
   std::optional<AnyBuffer> scale, bias;
   BufferReader<ffi::RemainingArgs> operands(kHandler, rest);
   if (has_scale) JAXOPS_RETURN_IF_ERROR(operands.Take(&scale));
@@ -195,7 +196,10 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
        {std::pair(has_preactivation, &results.preactivation), std::pair(lhs_copy != 0, &results.lhs_copy),
         std::pair(rhs_copy != 0, &results.rhs_copy), std::pair(has_partials, &results.partials),
         std::pair(terms == 3, &results.unfit)}) {
-    if (present) JAXOPS_RETURN_IF_ERROR(reader.Take(result));
+    if (!present) continue;
+    JAXOPS_RETURN_IF_ERROR(reader.Take(result));
+    if (reinterpret_cast<uintptr_t>((*result)->untyped_data()) % 16 && result != &results.preactivation)
+      return Invalid(kHandler, "a workspace is not 16-byte aligned");
   }
   JAXOPS_RETURN_IF_ERROR(reader.End());
   const DataType lhs_type = lhs.element_type(), rhs_type = rhs.element_type(), result = out->element_type();

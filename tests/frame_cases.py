@@ -1,0 +1,183 @@
+"""Calls of every handler, recorded from JAX, and what XLA would never make of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import contract
+import frames
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxops
+
+#: Sizes of the recorded calls, each of its own, that `resized` replaces.
+ROWS, LENGTH, COLUMNS = 5, 7, 11
+
+LOGITS = ("softmax", "log_softmax")
+NORMS = ("layer_norm", "rms_norm")
+
+
+def _forward_and_backward(function, platform, dtype, operands, differentiated, **results):
+    """The handlers' calls for a function of operands given as (shape, dtype), and for its gradients."""
+
+    def both(*xs):
+        given, (cotangents, _) = xs[: len(operands)], xs[len(operands) :]
+        first = list(given[:differentiated])
+        out, pullback = jax.vjp(lambda *firsts: function(*firsts, *given[differentiated:]), *first)
+        return out, pullback(cotangents)
+
+    with contract.precision_of(dtype):
+        avals = [jax.ShapeDtypeStruct(shape, d) for shape, d in operands]
+        out = jax.eval_shape(function, *avals)
+        return frames.record(both, *avals, out, 0.0, platform=platform, **results)
+
+
+@functools.cache
+def row_calls(op: str, dtype: str, options: bool, across: bool = False, platform: str = "cpu") -> list[frames.Call]:
+    """Forward and backward call of a row op, of x [ROWS, COLUMNS], or [ROWS, LENGTH, COLUMNS] normalised over LENGTH.
+
+    options: with every optional operand and result.
+    """
+    shape, axis = ((ROWS, LENGTH, COLUMNS), 1) if across else ((ROWS, COLUMNS), -1)
+    columns = (LENGTH, 1) if across else (COLUMNS,)
+    wide = "float64" if dtype == "float64" else "float32"
+    where = ((ROWS, 1, COLUMNS) if across else (ROWS, 1), "bool")
+    call = functools.partial(getattr(jaxops, op), axis=axis)
+    x = (shape, dtype)
+    if not options:
+        parameters = 0 if op in LOGITS else {"layer_norm": 2, "rms_norm": 1}[op]
+        vector = ((LENGTH if across else COLUMNS,), wide)
+        return _forward_and_backward(call, platform, dtype, [x, *[vector] * parameters], 1 + parameters)
+    if op in LOGITS:
+        function = lambda x, bias, scale, where: call(x, where=where, bias=bias, scale=scale, causal=True)  # noqa: E731
+        return _forward_and_backward(function, platform, dtype, [x, (columns, wide), ((), wide), where], 2)
+    vectors = [((LENGTH if across else COLUMNS,), wide)] * 2
+    if op == "rms_norm":
+        function = lambda x, scale, residual: call(x, scale, residual=residual, dtype=dtype)  # noqa: E731
+        return _forward_and_backward(function, platform, dtype, [x, vectors[0], x], 2)
+    function = lambda x, scale, bias, residual, where: call(  # noqa: E731
+        x, scale, bias, residual=residual, where=where, dtype=dtype
+    )
+    return _forward_and_backward(function, platform, dtype, [x, *vectors, x, where], 3)
+
+
+def resized(call: frames.Call, rows: int, columns: int, length: int = LENGTH) -> frames.Call:
+    """The call of `row_calls` of another size."""
+    sizes = {ROWS: rows, LENGTH: length, COLUMNS: columns}
+
+    def buffers(given: Sequence[frames.Operand]) -> tuple[frames.Operand, ...]:
+        return tuple(
+            frames.Operand(tuple(sizes.get(d, d) for d in operand.shape), operand.code) for operand in given
+        )
+
+    return call.replace(operands=buffers(call.operands), results=buffers(call.results))
+
+
+def matmul_calls() -> list[frames.Call]:
+    """A call of each kind: tiles and arithmetics, split k, copies of operands, batches, activations."""
+    f32, bf16, e4m3, e5m2 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
+
+    def product(a, b, *dtypes, **options):
+        shapes = [jax.ShapeDtypeStruct(s, d) for s, d in zip((a, b), dtypes * 2, strict=False)]
+        bias = [jax.ShapeDtypeStruct(b[-1:], f32)] if "activation" in options else []
+        given = lambda a, b, *bias: jaxops.matmul(a, b, bias=bias[0] if bias else None, **options)  # noqa: E731
+        return frames.record(given, *shapes, *bias, platform="cuda")
+
+    def training(a, b):
+        def loss(a, b, bias):
+            return jnp.sum(jaxops.matmul(a, b, bias=bias, activation="gelu", precision="highest"))
+
+        shapes = (jax.ShapeDtypeStruct(s, f32) for s in (a, b, b[-1:]))
+        return frames.record(jax.grad(loss, (0, 1, 2)), *shapes, platform="cuda")
+
+    calls = training((1030, 1024), (1024, 2048))
+    calls += product((2047, 1025), (1025, 2049), f32, precision="highest")
+    calls += product((2047, 1027), (1027, 2049), f32, activation="relu")
+    calls += product((2049, 1025), (1025, 2047), bf16, activation="silu")
+    calls += product((2047, 1025), (1025, 2048), bf16, preferred_element_type=f32)
+    calls += product((2048, 1024), (1024, 2048), e4m3, e5m2, preferred_element_type=bf16)
+    calls += product((33, 16384), (16384, 65), f32, precision="highest")
+    calls += product((4, 515, 1025), (4, 1025, 513), f32, precision="highest")
+    return calls
+
+
+# --- what XLA never sends ---
+
+
+def _buffer_changes(index: int, operand: frames.Operand) -> Iterator[tuple[str, frames.Operand]]:
+    shape = operand.shape
+    for axis, size in enumerate(shape):
+        for changed in (size - 1, size + 1, -1, 2**62):
+            yield f"size {changed} of axis {axis}", frames.Operand(
+                (*shape[:axis], changed, *shape[axis + 1 :]), operand.code
+            )
+    for ranked in (shape[1:], (1, *shape), (*shape, 1), ()):
+        if ranked != shape:
+            yield f"shape {ranked}", frames.Operand(ranked, operand.code)
+    for code in (*range(34), 99, -1):
+        if code != operand.code:
+            yield f"dtype {code}", frames.Operand(shape, code)
+    if operand.bytes:
+        yield "no memory", frames.Operand(shape, operand.code, "null")
+    if operand.dtype.itemsize > 1:
+        yield "misaligned", frames.Operand(shape, operand.code, "odd")
+
+
+_WRONG_TYPES = (np.bool_(True), np.int32(1), np.int64(1), 1.5, "text", np.zeros(2, np.int32), np.zeros(2, np.int64))
+
+
+def _wrong_values(name: str, value, rank: int) -> list:
+    """Values of an attribute's own type that no call has."""
+    axes = lambda *values: np.array(values, np.int64)  # noqa: E731
+    int32 = lambda *values: [np.int32(v) for v in values]  # noqa: E731
+    return {
+        "axes": [axes(rank), axes(-1), axes(*value, value[0]), axes(2**62), axes(-(2**63)), axes(*range(rank + 1))]
+        if name == "axes"
+        else [],
+        "query_axis": [np.int64(v) for v in (rank, 2**62)],
+        "activation": int32(-1, 5, 2**31 - 1, -(2**31)),
+        "band": int32(0, -1, 65, 2**31 - 1),
+        "splits": int32(0, -1, -(2**31)),
+        "terms": int32(0, 2, -1, 4, 2**31 - 1),
+        "promote": int32(-1, -(2**31)),
+        "lhs_copy": int32(-1, 3, 2**31 - 1),
+        "rhs_copy": int32(-1, 3, 2**31 - 1),
+    }.get(name, [])
+
+
+def malformed(call: frames.Call) -> Iterator[tuple[str, frames.Call]]:
+    """The call with one thing wrong, and what."""
+    for field in ("operands", "results"):
+        buffers = getattr(call, field)
+        for i, buffer in enumerate(buffers):
+            yield f"{field[:-1]} {i} missing", call.replace(**{field: (*buffers[:i], *buffers[i + 1 :])})
+            for what, changed in _buffer_changes(i, buffer):
+                chunks = len(buffer.shape) == 4 and buffer.shape[2]
+                if chunks and what in (f"size {n} of axis 2" for n in (chunks - 1, chunks + 1) if n > 0):
+                    continue  # into how many partial sums the rows are split is the caller's
+                yield f"{field[:-1]} {i}: {what}", call.replace(**{field: (*buffers[:i], changed, *buffers[i + 1 :])})
+        yield f"one of the {field} too many", call.replace(**{field: (*buffers, buffers[-1])})
+        yield f"no {field}", call.replace(**{field: ()})
+    attributes = dict(call.attributes)
+    rank = len(call.operands[0].shape)
+    for name, value in attributes.items():
+        rest = {n: v for n, v in attributes.items() if n != name}
+        yield f"{name} missing", call.replace(attributes=rest)
+        yield f"{name} under another name", call.replace(attributes=rest | {name + "_": value})
+        own = np.asarray(value)
+        for wrong in _WRONG_TYPES:
+            other = np.asarray(wrong)
+            if isinstance(wrong, str) or other.dtype != own.dtype or other.ndim != own.ndim:
+                yield f"{name} is {wrong!r}", call.replace(attributes=attributes | {name: wrong})
+        for wrong in _wrong_values(name, value, rank):
+            yield f"{name} is {wrong!r}", call.replace(attributes=attributes | {name: wrong})
+        if name.startswith("has_"):
+            yield f"{name} is {not value}", call.replace(attributes=attributes | {name: np.bool_(not value)})
+    yield "an attribute too many", call.replace(attributes=attributes | {"more": np.int32(0)})
+    if call.attributes.get("query_axis", -1) >= 0:
+        query = call.attributes["query_axis"]
+        for key in (-1, rank, query, 2**62):
+            yield f"key_axis is {key}", call.replace(attributes=attributes | {"key_axis": np.int64(key)})

@@ -1,0 +1,170 @@
+"""The handlers on call frames made here: bounds of what they read and write, and frames that XLA never sends."""
+
+import dataclasses
+
+import frames
+import ml_dtypes
+import numpy as np
+import pytest
+from frame_cases import LOGITS, NORMS, malformed, matmul_calls, resized, row_calls
+from row_cases import COLUMNS, STRIDED, crowds
+
+from jaxops import _kernel
+
+ROW_OPS = (*LOGITS, *NORMS)
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+every_options = pytest.mark.parametrize("options", [False, True], ids=["alone", "every option"])
+needs_cuda = pytest.mark.skipif("cuda" not in _kernel.HANDLERS, reason="built without the GPU half")
+every_half = pytest.mark.parametrize("half", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+
+
+@pytest.fixture(scope="session")
+def memory():
+    """The memory of each half that can run here."""
+    found = {"cpu": frames.Host()}
+    if "cuda" in _kernel.HANDLERS:
+        try:
+            found["cuda"] = frames.Device()
+        except (OSError, RuntimeError):  # no driver, no device
+            pass
+    return found
+
+
+def memory_of(memory, half):
+    return memory.get(half) or pytest.skip("no GPU")
+
+
+# --- red zones, poisoned results ---
+
+
+def check_rows(half, memory, op, dtype, options, rng, columns, strided):
+    for call in row_calls(op, dtype, options, False, half):
+        for n in columns:
+            frames.check_memory(half, memory, resized(call, 3 if n < 10000 else 2, n), rng)
+    for call in row_calls(op, dtype, options, True, half):
+        for outer, length, inner in strided:
+            frames.check_memory(half, memory, resized(call, outer, inner, length), rng)
+
+
+@every_half
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ROW_OPS)
+@every_options
+def test_memory_of_some_rows(half, op, dtype, options, memory, rng):
+    """Each result is written whole, nothing beside the buffers is, nor does what is there count."""
+    there = memory_of(memory, half)
+    part = DTYPES.index(dtype)
+    check_rows(half, there, op, dtype, options, rng, COLUMNS[part:-20:11], STRIDED[part::6])
+
+
+@pytest.mark.slow
+@every_half
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ROW_OPS)
+@every_options
+def test_memory_of_rows_of_every_length(half, op, dtype, options, memory, rng):
+    check_rows(half, memory_of(memory, half), op, dtype, options, rng, COLUMNS, STRIDED)
+
+
+@pytest.mark.slow
+@every_half
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ROW_OPS)
+@every_options
+def test_memory_of_many_rows(half, op, dtype, options, memory, rng):
+    """Several blocks of a GPU, and several chunks of the sums over rows."""
+    there = memory_of(memory, half)
+    for rows, columns in crowds(np.dtype(getattr(ml_dtypes, dtype, dtype)), half == "cuda"):
+        for call in row_calls(op, dtype, options, False, half):
+            frames.check_memory(half, there, resized(call, rows, columns), rng)
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(20))
+def test_memory_of_matmul(index, memory, rng):
+    there, calls = memory_of(memory, "cuda"), matmul_calls()
+    for call in calls[index::20]:
+        frames.check_memory("cuda", there, call, rng)
+
+
+@every_half
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_results_do_not_depend_on_threads_or_streams(half, op, memory, rng):
+    """To the bit, with as many threads as tasks at most."""
+    there = memory_of(memory, half)
+    for dtype in DTYPES:
+        for call in row_calls(op, dtype, True, False, half):
+            call = resized(call, 700, 257)
+            values = frames.draw(call, rng)
+            wanted = frames.run(half, there, call, values, fill=0, threads=1)
+            for threads in (2, 5):
+                for a, b in zip(wanted, frames.run(half, there, call, values, fill=0, threads=threads), strict=True):
+                    np.testing.assert_array_equal(a, b)
+
+
+# --- frames that XLA never sends ---
+
+
+def refusal(half, call, operands, results):
+    """The error code of a call on memory of which there may be more than it takes; None if there was no error."""
+    try:
+        frames.call_handler(half, call, operands[: len(call.operands)], results[: len(call.results)])
+    except frames.HandlerError as error:
+        return error.code
+    return None
+
+
+def check_malformed(half, memory, call):
+    # Twice as much memory as the buffers need, so that a wider dtype fits, and a buffer more.
+    where = [
+        [memory.allocate(max(2 * buffer.bytes, 64)) for buffer in (*buffers, buffers[-1])]
+        for buffers in (call.operands, call.results)
+    ]
+    expected = None if memory.half == half else frames.INTERNAL  # a GPU's handler where there is none
+    assert refusal(half, call, *where) == expected
+    count = 0
+    for what, wrong in malformed(call):
+        code = refusal(half, wrong, *where)
+        count += 1
+        if "dtype" in what and code in (expected, frames.UNIMPLEMENTED):
+            continue  # another combination of dtypes for which there is a kernel, or could be
+        assert code == frames.INVALID_ARGUMENT, f"{call.handler}, {what}: error {code}"
+    for pointer in (*where[0], *where[1]):
+        memory.free(pointer)
+    return count
+
+
+@every_half
+@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("across", [False, True], ids=["along", "across"])
+@every_options
+def test_malformed_frames_are_refused(half, op, across, options, memory):
+    """Wrong number, rank, size, dtype, memory of buffers; attributes missing, of a wrong type, out of range."""
+    for call in row_calls(op, "float32", options, across, half):
+        assert check_malformed(half, memory.get(half, memory["cpu"]), call) > 100
+
+
+@needs_cuda
+@pytest.mark.parametrize("index", range(4))
+def test_malformed_frames_of_matmul_are_refused(index, memory):
+    for call in matmul_calls()[index::4]:
+        assert check_malformed("cuda", memory.get("cuda", memory["cpu"]), call) > 100
+
+
+@every_half
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("shape", [(0, 11), (5, 0), (0, 0)])
+def test_empty_buffers_need_no_memory(half, dtype, shape, memory):
+    for op in ROW_OPS:
+        for call in row_calls(op, dtype, False, False, half):
+            empty = resized(call, *shape)
+            nowhere = [
+                dataclasses.replace(b, data="own" if b.bytes else "null") for b in (*empty.operands, *empty.results)
+            ]
+            split = len(empty.operands)
+            empty = empty.replace(operands=tuple(nowhere[:split]), results=tuple(nowhere[split:]))
+            values = [np.ones(b.shape, b.dtype) for b in empty.operands]
+            there = memory.get(half)
+            if there is not None:
+                frames.run(half, there, empty, values, fill=0)
