@@ -1,4 +1,5 @@
-# make build | test | test-all | matrix | demo | bench OP=softmax | sanitize-gpu | docs | wheel | fmt | lint
+# make build | test | test-all | matrix | demo | bench OP=softmax | sanitize | sanitize-gpu | docs | wheel | reproducible |
+# fmt | lint
 # PYTHON chooses the interpreter (3.11 or newer), JAX a version of jax (0.10.0, 0.11.2, ...; default: the newest
 # supported one); each pair gets an environment of its own. CUDA=OFF leaves the GPU half out. ARGS is handed to the demo,
 # the tests and the benchmarks.
@@ -16,7 +17,7 @@ python := $(VENV)/bin/python
 jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
 headers := build/ffi_headers
 
-.PHONY: build test test-all matrix demo bench sanitize-gpu docs wheel fmt lint clean
+.PHONY: build test test-all matrix demo bench sanitize sanitize-gpu docs wheel reproducible fmt lint clean
 .DEFAULT_GOAL := build
 
 $(VENV)/ready: pyproject.toml
@@ -55,14 +56,21 @@ demo: build
 bench: build
 	$(python) -m benchmarks $(OP) $(ARGS)
 
-# The tests that visit every placement of the row kernels, under compute-sanitizer, on a GPU; a process for each kind.
-placements := every_row_length every_strided every_combination residual bias_gradient
+# The CPU handlers compiled with sanitizers: on call frames of every row length and malformed ones; and through JAX, which
+# knows nothing of ThreadSanitizer.
+sanitize: build
+	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) address,undefined -m '' \
+	  tests/test_frames.py tests/test_softmax.py tests/test_logits.py tests/test_norm.py -k 'not cuda' $(ARGS)
+	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) thread -m '' \
+	  tests/test_frames.py -k 'not cuda' $(ARGS)
+
+# The GPU handlers under compute-sanitizer, on call frames that visit every placement of the row kernels and every tile;
+# without red zones, as the tools watch the memory themselves.
 sanitize-gpu: build
-	for tool in memcheck racecheck; do for kind in $(placements); do \
-	  compute-sanitizer --tool $$tool --kernel-name kns=jaxops --print-limit 5 --error-exitcode 1 \
-	    $(python) -m pytest -q tests/test_softmax.py tests/test_norm.py tests/test_logits.py \
-	    -k "$$kind and not float64" $(ARGS) || exit 1; \
-	done; done
+	for tool in memcheck racecheck initcheck synccheck; do \
+	  JAXOPS_BARE_MEMORY=1 JAX_PLATFORMS=cpu compute-sanitizer --tool $$tool --print-limit 5 --error-exitcode 1 \
+	    $(python) -m pytest -q -m '' tests/test_frames.py -k 'memory and cuda' $(ARGS) || exit 1; \
+	done
 
 # The site, in build/site; its code is run by the tests.
 docs: $(VENV)/ready
@@ -76,6 +84,14 @@ wheel:
 	for python in $(WHEEL_PYTHONS); do \
 	  CUDA='$(CUDA)' CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)' tools/wheel.sh $$python || exit 1; \
 	done
+
+# Whether two builds in different places give the same wheels, to the bit; CUDA=OFF for the CPU half alone.
+reproducible:
+	rm -rf build/reproducible
+	for place in a b; do \
+	  git clone --quiet . build/reproducible/$$place && $(MAKE) -C build/reproducible/$$place wheel || exit 1; \
+	done
+	cd build/reproducible && sha256sum */dist/* && for file in a/dist/*; do cmp $$file b/dist/$$(basename $$file) || exit 1; done
 
 cxx_sources = $(shell find ffi -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 

@@ -27,6 +27,9 @@ AXIS_PARAMETERS = ("axes", "kept", "query_axis", "key_axis")
 #: As many normalised axes, and as many others, do the handlers take (ffi/core/row_shape.h).
 MAX_AXES = 12
 
+#: As many elements of a row do they take.
+MAX_COLUMNS = 2**31 - 2**20 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
@@ -110,10 +113,11 @@ class Rows:
             return sums
         return list(jax.lax.psum(jnp.stack(sums), over)) if len(sums) > 1 else [jax.lax.psum(sums[0], over)]
 
-    def size(self, x: jax.Array) -> int:
-        """How many elements a row has."""
+    def size(self, x: jax.Array) -> float:
+        """How many elements a row has: a float, as there may be more of them than an int32 counts."""
         over = self._over(self.axes)
-        return math.prod(x.shape[a] for a in self.axes) * (jax.lax.psum(1, over) if over else 1)
+        here = math.prod(x.shape[a] for a in self.axes)
+        return (float(here) if isinstance(here, int) else here) * (jax.lax.psum(1, over) if over else 1)
 
     def sum_rows(self, *xs: jax.Array) -> list[jax.Array]:
         """The sums over rows: of x's size along the normalised and the kept axes, else of size 1."""
@@ -300,6 +304,10 @@ class RowKernel(Kernel):
         rank = operands[0].ndim
         if max(len(axes), rank - len(axes)) > MAX_AXES:
             warn_fallback(f"{self.name} of rank {rank}", f"the kernels take up to {MAX_AXES} axes of a kind")
+            return self.plain(*operands, axes=axes, kept=kept, has=has, dtype=dtype, **attributes)
+        columns = math.prod(operands[0].shape[a] for a in axes)
+        if isinstance(columns, int) and columns > MAX_COLUMNS:
+            warn_fallback(f"{self.name} of {columns} columns", f"the kernels take rows of up to {MAX_COLUMNS} elements")
             return self.plain(*operands, axes=axes, kept=kept, has=has, dtype=dtype, **attributes)
         wanted, given = has, [slot.name for slot in self.results if slot.given]
         has = (*(name for name in has if name not in given), *given)

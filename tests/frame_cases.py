@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import contract
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxops
+from jaxops.ops import _matmul_choice as choices
 
 #: Sizes of the recorded calls, each of its own, that `resized` replaces.
 ROWS, LENGTH, COLUMNS = 5, 7, 11
@@ -104,6 +106,48 @@ def matmul_calls() -> list[frames.Call]:
     return calls
 
 
+def tile_calls() -> Iterator[frames.Call]:
+    """A product by every tile of every arithmetic: one block's sums, and where there are clusters those of two blocks."""
+    dtypes = {"16bit": (16, 16, 16), "tf32": (11, 11, 11), "f32": (11, 11, 11), "f8": (20, 19, 16), "f8 fast": (19, 20, 11)}
+    for name, arithmetic in choices.ARITHMETICS.items():
+        for tile, splits, odd in itertools.product(choices.TILES[name], (1, 2), (False, True)):
+            if (splits == 2 and not tile.clusters) or (odd and not tile.stores_any_rows):
+                continue
+            m, n, k = min(tile.rows, 300) if tile.rows < 64 else 300, 520 - odd, 1000
+            lhs, rhs, out = dtypes[name]
+            # 8-bit and f32 operands lie along k in a copy; 16-bit ones are copied if their rows are not aligned.
+            copies = (int(name != "16bit"), 2 if name != "16bit" else int(odd))
+            parts = 2 if arithmetic.terms == 3 else 1
+            line = 128 // arithmetic.itemsize
+
+            def copied(rows, columns, code, parts=parts, line=line):
+                return frames.Operand((parts, rows, -(-columns // line) * line), code)
+
+            results = [frames.Operand((m, n), out)]
+            results += [copied(m, k, lhs)] if copies[0] else []
+            results += [copied(*((n, k) if copies[1] == 2 else (k, n)), rhs)] if copies[1] else []
+            results += [frames.Operand((1,), 4)] if arithmetic.terms == 3 else []
+            numbers = {
+                "activation": 0,
+                "tile_rows": tile.rows,
+                "tile_columns": tile.columns,
+                "band": tile.band,
+                "terms": arithmetic.terms,
+                "splits": splits,
+                "promote": 3 if arithmetic.promoted else 0,
+                "lhs_copy": copies[0],
+                "rhs_copy": copies[1],
+            }
+            flags = dict.fromkeys(("lhs_transposed", "rhs_transposed", "has_preactivation", "has_partials"), False)
+            yield frames.Call(
+                "matmul",
+                (frames.Operand((m, k), lhs), frames.Operand((k, n), rhs)),
+                tuple(results),
+                {key: np.int32(value) for key, value in numbers.items()}
+                | {key: np.bool_(value) for key, value in (flags | {"ping_pong": tile.ping_pong}).items()},
+            )
+
+
 # --- what XLA never sends ---
 
 
@@ -117,7 +161,7 @@ def _buffer_changes(index: int, operand: frames.Operand) -> Iterator[tuple[str, 
     for ranked in (shape[1:], (1, *shape), (*shape, 1), ()):
         if ranked != shape:
             yield f"shape {ranked}", frames.Operand(ranked, operand.code)
-    for code in (*range(34), 99, -1):
+    for code in (*range(34), 63):
         if code != operand.code:
             yield f"dtype {code}", frames.Operand(shape, code)
     if operand.bytes:

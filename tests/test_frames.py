@@ -6,7 +6,7 @@ import frames
 import ml_dtypes
 import numpy as np
 import pytest
-from frame_cases import LOGITS, NORMS, malformed, matmul_calls, resized, row_calls
+from frame_cases import LOGITS, NORMS, malformed, matmul_calls, resized, row_calls, tile_calls
 from row_cases import COLUMNS, STRIDED, crowds
 
 from jaxops import _kernel
@@ -80,11 +80,10 @@ def test_memory_of_many_rows(half, op, dtype, options, memory, rng):
 
 
 @needs_cuda
-@pytest.mark.slow
-@pytest.mark.parametrize("index", range(20))
-def test_memory_of_matmul(index, memory, rng):
-    there, calls = memory_of(memory, "cuda"), matmul_calls()
-    for call in calls[index::20]:
+@pytest.mark.parametrize("calls", [matmul_calls, tile_calls])
+def test_memory_of_matmul_on_cuda(calls, memory, rng):
+    there = memory_of(memory, "cuda")
+    for call in calls():
         frames.check_memory("cuda", there, call, rng)
 
 

@@ -14,7 +14,7 @@ def requirements(project: dict, group: str) -> list[str]:
     """The requirements of one group, groups that it includes resolved."""
     needed = project["build-system"]["requires"]
     if group == "build":
-        return ["cmake", "ninja", *(name for name in needed if not name.startswith("jaxlib"))]
+        return [name for name in needed if not name.startswith("jaxlib")]
     if group == "headers":
         return [name for name in needed if name.startswith("jaxlib")]
     found = []

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Builds, for one Python, the wheel and the source distribution into dist/: `tools/wheel.sh python3.12`.
 # CUDA=OFF leaves the GPU half out; CUDA_ARCHITECTURES (default: release) chooses its architectures. The wheel's platform
-# tag is the oldest manylinux whose symbols it needs. Kernels are compressed for size.
+# tag is the oldest manylinux whose symbols it needs. Kernels are compressed for size. The same commit gives the same
+# wheel to the bit: SOURCE_DATE_EPOCH, by default the commit's time, is the time of all files in it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || echo 315532800)}
 python=${1:?usage: tools/wheel.sh PYTHON}
 environment=build/wheel-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 "$python" -m venv "$environment"

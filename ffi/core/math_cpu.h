@@ -10,8 +10,9 @@
 #include <type_traits>
 
 // One clone an instruction set, chosen when the module is loaded (by the set: an arch= of one processor's name would
-// run on that processor alone). Whatever such a function calls is inlined into it.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+// run on that processor alone). Whatever such a function calls is inlined into it. One will do for the sanitizers.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define JAXOPS_CLONES __attribute__((flatten, target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define JAXOPS_CLONES __attribute__((flatten))
@@ -266,8 +267,11 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+struct Boolean {
+  uint8_t bits;  // of a mask from elsewhere more than the lowest may be set
+};
 
-JAXOPS_INLINE float ToFloat(bool x) { return x ? 1.0f : 0.0f; }
+JAXOPS_INLINE float ToFloat(Boolean x) { return x.bits ? 1.0f : 0.0f; }
 JAXOPS_INLINE float ToFloat(float x) { return x; }
 JAXOPS_INLINE double ToFloat(double x) { return x; }
 JAXOPS_INLINE float ToFloat(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }

@@ -176,7 +176,7 @@ void GatherTensor(const RowTensor& tensor, int64_t begin, const rows_internal::C
   using namespace rows_internal;
   if (tensor.type == DataType::TOKEN) return Gather<A>(NotNegative<A>{}, begin, copy, buffer);
   if (tensor.type == DataType::PRED) {
-    return Gather<A>(Elements<A, bool>{static_cast<const bool*>(tensor.data)}, begin, copy, buffer);
+    return Gather<A>(Elements<A, Boolean>{static_cast<const Boolean*>(tensor.data)}, begin, copy, buffer);
   }
   VisitElement<A>(tensor.type,
                   [&]<class T> { Gather<A>(Elements<A, T>{static_cast<const T*>(tensor.data)}, begin, copy, buffer); });
@@ -242,6 +242,11 @@ class RowWalk {
     } else {
       width_ = std::min(line_, std::clamp(fitting / kPack * kPack, kPack, kMaxLanes));
     }
+    // The first output of a bundle, or of a row alone, takes the first input's place.
+    const bool shared = (bundled_ || width_ == 1) && tensors_[0].present() && !in_place_[0];
+    for (size_t k = 0; k < kTensors; ++k) {
+      if (tensors_[k].present() && !in_place_[k]) buffer_[k] = k == kInputs && shared ? buffer_[0] : buffers_++;
+    }
     pitch_ = uniform ? columns_.strides[kFull] : RoundUp(width_, kPack);
     buffer_size_ = RoundUp((bundled_ ? RoundUp(width_, kPack) : width_) * n_, kPack) + kPack;
   }
@@ -250,11 +255,11 @@ class RowWalk {
     const int64_t tasks = tasks_ * shape_.groups.total;
     const int64_t workers = std::max<int64_t>(1, std::min(pool.num_threads(), tasks));
     const std::unique_ptr<A, rows_internal::AlignedDelete> buffers(
-        static_cast<A*>(::operator new(workers * kTensors * buffer_size_ * sizeof(A), std::align_val_t{64})));
+        static_cast<A*>(::operator new(workers * buffers_ * buffer_size_ * sizeof(A), std::align_val_t{64})));
     ParallelFor(pool, workers, tasks, [&](int64_t worker, int64_t task) {
       State state;
       state.task = task;
-      state.buffers = buffers.get() + worker * static_cast<int64_t>(kTensors) * buffer_size_;
+      state.buffers = buffers.get() + worker * buffers_ * buffer_size_;
       shape_.groups.Offsets(task / tasks_, state.group);
       state.gathered.fill(std::numeric_limits<int64_t>::min());
       if (bundled_) {
@@ -331,8 +336,7 @@ class RowWalk {
       } else if (in_place_[k]) {
         block.data[k] = static_cast<A*>(t.data) + begin[t.slot];
       } else {
-        const bool shared = k == kInputs && block.rows == 1 && !in_place_[0];
-        block.data[k] = state.buffers + (shared ? 0 : static_cast<int64_t>(k) * buffer_size_);
+        block.data[k] = state.buffers + buffer_[k] * buffer_size_;
         if (k < kInputs && !(step == 0 && state.gathered[k] == begin[t.slot])) {
           GatherTensor<A>(t, begin[t.slot], copy(t.slot), block.data[k]);
           state.gathered[k] = begin[t.slot];
@@ -359,6 +363,8 @@ class RowWalk {
   bool guarded_ = false;        // a row in place may not be followed by what a RowLoop can write to
   std::vector<RowTensor> tensors_;
   std::array<bool, kTensors> in_place_;
+  std::array<int64_t, kTensors> buffer_ = {};  // of those that are not in place
+  int64_t buffers_ = 0;
   int64_t width_, pitch_, buffer_size_;  // width: rows of a block or bundle
 };
 
@@ -376,10 +382,11 @@ void ForEachRow(Device& pool, const RowShape<kSlots>& shape, int64_t tasks,
     RowWalk<A, kSlots, kInputs, kOutputs, Body>(shape, tasks, inputs, outputs, body).Run(pool);
 }
 
-// Enough tasks that each holds about 16 Ki elements, at most 256 a group.
+// Enough tasks that each holds about 16 Ki elements; at most one a row, and 256 a group.
 template <int kSlots>
 int64_t TasksPerGroup(const RowShape<kSlots>& shape) {
-  return std::clamp<int64_t>(shape.rows.total * shape.columns.total >> 14, 1, 256);
+  const int64_t most = std::clamp<int64_t>(shape.rows.total, 1, 256);
+  return std::clamp<int64_t>(shape.rows.total * shape.columns.total >> 14, 1, most);
 }
 
 // sum[i] = values[0][i] + values[1][i] + ..., in double, a block of columns at a time.

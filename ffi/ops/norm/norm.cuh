@@ -214,8 +214,8 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
               bool has_residual, bool has_scale, bool has_bias, bool has_where, double epsilon) {
   const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
   NormCall call;
-  JAXOPS_RETURN_IF_ERROR(
-      ParseNormForward(handler, kCentred, {axes, has_residual, has_scale, has_bias, has_where}, args, results, &call));
+  const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where};
+  JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/false, kCentred, attributes, args, results, &call));
   if (has_where && !kCentred) return Invalid(handler, "takes no where");
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
       handler, {call.x, call.residual, call.scale, call.bias, call.where, call.y, call.sum, call.mean, call.rstd}));
@@ -254,8 +254,13 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
                bool has_scale, bool has_where, bool has_dsum, bool has_dscale, bool has_dbias) {
   const char* handler = kCentred ? "layer_norm_bwd" : "rms_norm_bwd";
   NormCall call;
-  JAXOPS_RETURN_IF_ERROR(ParseNormBackward(
-      handler, kCentred, {axes, has_scale, has_where, has_dsum, has_dscale, has_dbias}, args, results, &call));
+  const NormAttributes attributes = {.axes = axes,
+                                     .has_scale = has_scale,
+                                     .has_where = has_where,
+                                     .has_dsum = has_dsum,
+                                     .has_dscale = has_dscale,
+                                     .has_dbias = has_dbias};
+  JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/true, kCentred, attributes, args, results, &call));
   if ((has_where || has_dbias) && !kCentred) return Invalid(handler, "takes no where and has no bias");
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
       handler, {call.x, call.scale, call.where, call.mean, call.rstd, call.dy, call.dsum, call.dx}));

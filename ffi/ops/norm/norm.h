@@ -7,6 +7,10 @@
 #ifndef JAXOPS_OPS_NORM_NORM_H_
 #define JAXOPS_OPS_NORM_NORM_H_
 
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "core/handler.h"
 #include "core/row_shape.h"
 
@@ -23,113 +27,73 @@ struct NormCall {
   bool has_dscale = false, has_dbias = false;  // sums.results: those that are there, in this order
 };
 
-struct NormForwardAttributes {
+struct NormAttributes {
   ffi::Span<const int64_t> axes;
-  bool has_residual, has_scale, has_bias, has_where;
-};
-struct NormBackwardAttributes {
-  ffi::Span<const int64_t> axes;
-  bool has_scale, has_where, has_dsum, has_dscale, has_dbias;
+  bool has_residual = false, has_scale = false, has_bias = false, has_where = false;
+  bool has_dsum = false, has_dscale = false, has_dbias = false;  // of the backward pass
 };
 
-namespace norm_internal {
-
-using Parser = RowShapeParser<NormCall::kSlots>;
-
-template <class Source>
-Error TakeFull(const char* handler, const char* name, bool present, DataType type, BufferReader<Source>& source,
-               const Parser& parser, std::optional<AnyBuffer>* out) {
-  if (!present) return Error::Success();
-  JAXOPS_RETURN_IF_ERROR(source.Take(out));
-  JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, **out, type));
-  return parser.Full(name, **out);
-}
-
-template <class Source>
-Error TakeBroadcast(const char* handler, const char* name, bool present, DataType type, int slot,
-                    BufferReader<Source>& source, Parser& parser, std::optional<AnyBuffer>* out) {
-  if (!present) return Error::Success();
-  JAXOPS_RETURN_IF_ERROR(source.Take(out));
-  JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, **out, type));
-  return parser.Broadcast(slot, name, **out);
-}
-
-template <class Source>
-Error TakeRow(const char* handler, const char* name, bool present, DataType type, BufferReader<Source>& source,
-              Parser& parser, std::optional<AnyBuffer>* out) {
-  if (!present) return Error::Success();
-  JAXOPS_RETURN_IF_ERROR(source.Take(out));
-  JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, **out, type));
-  return parser.Row(NormCall::kRow, name, **out);
-}
-
-}  // namespace norm_internal
-
-inline Error ParseNormForward(const char* handler, bool centred, const NormForwardAttributes& has,
-                              const ffi::RemainingArgs& args, const ffi::RemainingRets& results, NormCall* call) {
-  using namespace norm_internal;
+inline Error ParseNorm(const char* handler, bool backward, bool centred, const NormAttributes& has,
+                       const ffi::RemainingArgs& args, const ffi::RemainingRets& results, NormCall* call) {
   using Call = NormCall;
+  using Parser = RowShapeParser<Call::kSlots>;
   Parser parser(handler);
   BufferReader arg(handler, args);
   BufferReader result(handler, results);
+  // The next operand or result, of dtype `type`: a full one, or one with a layout of its own, which `place` checks.
+  const auto take_full = [&](auto& source, const char* name, bool present, DataType type, auto* out) {
+    if (!present) return Error::Success();
+    JAXOPS_RETURN_IF_ERROR(source.Take(out));
+    JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, **out, type));
+    return parser.Full(name, **out);
+  };
+  const auto take = [&](auto& source, const char* name, bool present, DataType type, auto place, int slot, auto* out) {
+    if (!present) return Error::Success();
+    JAXOPS_RETURN_IF_ERROR(source.Take(out));
+    JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, **out, type));
+    return (parser.*place)(slot, name, **out);
+  };
   JAXOPS_RETURN_IF_ERROR(arg.Take(&call->x));
   JAXOPS_RETURN_IF_ERROR(parser.Start(*call->x, has.axes));
   const DataType type = call->x->element_type(), wide = AccumulatorType(type);
-  JAXOPS_RETURN_IF_ERROR(TakeFull(handler, "residual", has.has_residual, type, arg, parser, &call->residual));
-  JAXOPS_RETURN_IF_ERROR(TakeBroadcast(handler, "scale", has.has_scale, wide, Call::kScale, arg, parser, &call->scale));
-  JAXOPS_RETURN_IF_ERROR(TakeBroadcast(handler, "bias", has.has_bias, wide, Call::kBias, arg, parser, &call->bias));
-  JAXOPS_RETURN_IF_ERROR(
-      TakeBroadcast(handler, "where", has.has_where, DataType::PRED, Call::kWhere, arg, parser, &call->where));
-  JAXOPS_RETURN_IF_ERROR(result.Take(&call->y));
-  JAXOPS_RETURN_IF_ERROR(parser.Full("y", *call->y));
-  JAXOPS_RETURN_IF_ERROR(TakeFull(handler, "sum", has.has_residual, type, result, parser, &call->sum));
-  JAXOPS_RETURN_IF_ERROR(TakeRow(handler, "mean", centred, wide, result, parser, &call->mean));
-  JAXOPS_RETURN_IF_ERROR(TakeRow(handler, "rstd", true, wide, result, parser, &call->rstd));
-  JAXOPS_RETURN_IF_ERROR(arg.End());
-  JAXOPS_RETURN_IF_ERROR(result.End());
-  return parser.Finish(&call->shape);
-}
-
-inline Error ParseNormBackward(const char* handler, bool centred, const NormBackwardAttributes& has,
-                               const ffi::RemainingArgs& args, const ffi::RemainingRets& results, NormCall* call) {
-  using namespace norm_internal;
-  using Call = NormCall;
-  Parser parser(handler);
-  BufferReader arg(handler, args);
-  BufferReader result(handler, results);
-  JAXOPS_RETURN_IF_ERROR(arg.Take(&call->x));
-  JAXOPS_RETURN_IF_ERROR(parser.Start(*call->x, has.axes));
-  const DataType type = call->x->element_type(), wide = AccumulatorType(type);
-  JAXOPS_RETURN_IF_ERROR(TakeBroadcast(handler, "scale", has.has_scale, wide, Call::kScale, arg, parser, &call->scale));
-  JAXOPS_RETURN_IF_ERROR(
-      TakeBroadcast(handler, "where", has.has_where, DataType::PRED, Call::kWhere, arg, parser, &call->where));
-  JAXOPS_RETURN_IF_ERROR(TakeRow(handler, "mean", centred, wide, arg, parser, &call->mean));
-  JAXOPS_RETURN_IF_ERROR(TakeRow(handler, "rstd", true, wide, arg, parser, &call->rstd));
-  JAXOPS_RETURN_IF_ERROR(arg.Take(&call->dy));
-  JAXOPS_RETURN_IF_ERROR(parser.Full("dy", *call->dy));
-  JAXOPS_RETURN_IF_ERROR(TakeFull(handler, "dsum", has.has_dsum, type, arg, parser, &call->dsum));
-  JAXOPS_RETURN_IF_ERROR(TakeFull(handler, "dx", true, type, result, parser, &call->dx));
-  std::optional<AnyBuffer> workspace, gradients[2];
-  int count = 0;
-  if (has.has_dscale || has.has_dbias) JAXOPS_RETURN_IF_ERROR(result.Take(&workspace));
-  for (const auto& [name, present] : {std::pair{"dscale", has.has_dscale}, std::pair{"dbias", has.has_dbias}}) {
-    if (!present) continue;
-    std::optional<AnyBuffer>& gradient = gradients[count++];
-    JAXOPS_RETURN_IF_ERROR(result.Take(&gradient));
-    JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, *gradient, wide));
-    JAXOPS_RETURN_IF_ERROR(parser.Summed(Call::kSum, name, *gradient));
-    if (count == 2 && gradients[0]->dimensions() != gradient->dimensions()) {
-      return Invalid(handler, "dscale and dbias must have the same shape");
+  constexpr auto kBroadcast = &Parser::Broadcast, kRow = &Parser::Row, kSummed = &Parser::Summed;
+  JAXOPS_RETURN_IF_ERROR(take_full(arg, "residual", has.has_residual, type, &call->residual));
+  JAXOPS_RETURN_IF_ERROR(take(arg, "scale", has.has_scale, wide, kBroadcast, Call::kScale, &call->scale));
+  JAXOPS_RETURN_IF_ERROR(take(arg, "bias", has.has_bias, wide, kBroadcast, Call::kBias, &call->bias));
+  JAXOPS_RETURN_IF_ERROR(take(arg, "where", has.has_where, DataType::PRED, kBroadcast, Call::kWhere, &call->where));
+  std::optional<AnyBuffer> workspace;
+  std::vector<std::optional<AnyBuffer>> gradients;
+  if (backward) {
+    JAXOPS_RETURN_IF_ERROR(take(arg, "mean", centred, wide, kRow, Call::kRow, &call->mean));
+    JAXOPS_RETURN_IF_ERROR(take(arg, "rstd", true, wide, kRow, Call::kRow, &call->rstd));
+    JAXOPS_RETURN_IF_ERROR(arg.Take(&call->dy));
+    JAXOPS_RETURN_IF_ERROR(parser.Full("dy", *call->dy));
+    JAXOPS_RETURN_IF_ERROR(take_full(arg, "dsum", has.has_dsum, type, &call->dsum));
+    JAXOPS_RETURN_IF_ERROR(take_full(result, "dx", true, type, &call->dx));
+    if (has.has_dscale || has.has_dbias) JAXOPS_RETURN_IF_ERROR(result.Take(&workspace));
+    for (const auto& [name, present] : {std::pair{"dscale", has.has_dscale}, std::pair{"dbias", has.has_dbias}}) {
+      if (!present) continue;
+      auto& gradient = gradients.emplace_back();
+      JAXOPS_RETURN_IF_ERROR(take(result, name, true, wide, kSummed, Call::kSum, &gradient));
+      if (gradients[0]->dimensions() != gradient->dimensions())
+        return Invalid(handler, "dscale and dbias must have the same shape");
     }
+  } else {
+    JAXOPS_RETURN_IF_ERROR(result.Take(&call->y));
+    JAXOPS_RETURN_IF_ERROR(parser.Full("y", *call->y));
+    JAXOPS_RETURN_IF_ERROR(take_full(result, "sum", has.has_residual, type, &call->sum));
+    JAXOPS_RETURN_IF_ERROR(take(result, "mean", centred, wide, kRow, Call::kRow, &call->mean));
+    JAXOPS_RETURN_IF_ERROR(take(result, "rstd", true, wide, kRow, Call::kRow, &call->rstd));
   }
   JAXOPS_RETURN_IF_ERROR(arg.End());
   JAXOPS_RETURN_IF_ERROR(result.End());
   JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->shape));
+  if (!backward) return Error::Success();
   JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->ungrouped, false));
   call->has_dscale = has.has_dscale;
   call->has_dbias = has.has_dbias;
-  if (count == 0) return Error::Success();
-  return ParseSums(handler, call->shape, wide, *workspace, {gradients, gradients + count}, &call->sums);
+  return gradients.empty() ? Error::Success()
+                           : ParseSums(handler, call->shape, wide, *workspace, gradients, &call->sums);
 }
 
 // The handlers of both ops, from Forward<centred> and Backward<centred> of the including file.

@@ -75,8 +75,8 @@ Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, 
   const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
   using Call = NormCall;
   Call call;
-  JAXOPS_RETURN_IF_ERROR(
-      ParseNormForward(handler, kCentred, {axes, has_residual, has_scale, has_bias, has_where}, args, results, &call));
+  const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where};
+  JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/false, kCentred, attributes, args, results, &call));
   return VisitAccumulator(handler, {*call.x, *call.y}, [&]<class A> {
     A* const means = RowValues<A>(call.mean);
     A* const rstds = RowValues<A>(call.rstd);
@@ -109,8 +109,13 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
   const char* handler = kCentred ? "layer_norm_bwd" : "rms_norm_bwd";
   using Call = NormCall;
   Call call;
-  JAXOPS_RETURN_IF_ERROR(ParseNormBackward(
-      handler, kCentred, {axes, has_scale, has_where, has_dsum, has_dscale, has_dbias}, args, results, &call));
+  const NormAttributes attributes = {.axes = axes,
+                                     .has_scale = has_scale,
+                                     .has_where = has_where,
+                                     .has_dsum = has_dsum,
+                                     .has_dscale = has_dscale,
+                                     .has_dbias = has_dbias};
+  JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/true, kCentred, attributes, args, results, &call));
   return VisitAccumulator(handler, {*call.x, *call.dy, *call.dx}, [&]<class A> {
     const A* const means = RowValues<A>(call.mean);
     const A* const rstds = RowValues<A>(call.rstd);

@@ -1,0 +1,74 @@
+"""Prints a digest of the bits of every op's results and gradients: `determinism.py [--busy]`.
+
+--busy: while another thread keeps the device at work. What is printed must be the same in every run on one device.
+"""
+
+import hashlib
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxops
+from jaxops._comparison import value_and_gradients
+
+CALLS = {
+    "softmax": lambda x, b: jaxops.softmax(x, bias=b, scale=0.5, causal=True),
+    "log_softmax": lambda x, b: jaxops.log_softmax(x, bias=b, where=b > -1),
+    "layer_norm": lambda x, b: jaxops.layer_norm(x, b, b),
+    "rms_norm": lambda x, b: jaxops.rms_norm(x, b),
+    "softmax of columns": lambda x, b: jaxops.softmax(x + b, 0),
+    "matmul": lambda x, b: jaxops.matmul(x, x.T, bias=jnp.sum(b), activation="gelu"),
+    "matmul in full precision": lambda x, b: jaxops.matmul(x.T, x, bias=b, precision="highest"),
+}
+SHAPES = ((300, 257), (1030, 1024), (7, 40000), (2000, 64))
+
+
+def digests(shapes=SHAPES) -> dict[str, str]:
+    rng = np.random.default_rng(0)
+    found = {}
+    for name, call in CALLS.items():
+        total = hashlib.sha256()
+        for shape in shapes:
+            if "matmul" in name and max(shape) > 2000:
+                continue
+            for dtype in ("float32", "bfloat16"):
+                x = jnp.asarray(rng.standard_normal(shape), dtype)
+                bias = jnp.asarray(rng.standard_normal(shape[1:]), "float32")
+                out = jax.eval_shape(call, x, bias)
+                dy = jnp.asarray(rng.standard_normal(out.shape), out.dtype)
+
+                @jax.jit
+                def several(x, bias, dy, call=call):  # enough launches in a row for a command buffer
+                    return [value_and_gradients(call, (x * (1 + i), bias), dy) for i in range(4)]
+
+                first, second = (
+                    [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(several(x, bias, dy))] for _ in range(2)
+                )
+                assert first == second, f"{name} differs from call to call"
+                total.update(b"".join(first))
+        found[name] = total.hexdigest()
+    return found
+
+
+def keep_busy(stop: threading.Event) -> None:
+    work = jax.jit(lambda x: jnp.tanh(x @ x) + jaxops.softmax(x))
+    x = jnp.ones((1500, 1500), jnp.float32)
+    while not stop.is_set():
+        x = work(x).block_until_ready()
+
+
+if __name__ == "__main__":
+    stop = threading.Event()
+    thread = threading.Thread(target=keep_busy, args=(stop,))
+    if "--busy" in sys.argv:
+        thread.start()
+    try:
+        for name, digest in digests().items():
+            print(f"{name}: {digest}")
+    finally:
+        stop.set()
+    if "--busy" in sys.argv:
+        thread.join()

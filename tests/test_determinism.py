@@ -1,0 +1,51 @@
+"""The same call on the same device gives the same bits."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import determinism
+import pytest
+
+
+@functools.cache
+def printed(busy: bool = False, flags: str = "", number: int = 0) -> str:
+    """What a process of its own prints; number: the how manieth of its kind."""
+    del number
+    result = subprocess.run(
+        [sys.executable, determinism.__file__, *(["--busy"] if busy else [])],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") == len(determinism.CALLS)
+    return result.stdout
+
+
+def test_from_call_to_call():
+    assert determinism.digests(determinism.SHAPES[:1])
+
+
+@pytest.mark.slow
+def test_from_process_to_process():
+    assert printed(number=1) == printed()
+
+
+@pytest.mark.slow
+def test_while_other_work_shares_the_device():
+    assert printed(busy=True) == printed()
+
+
+@pytest.mark.slow
+def test_with_other_numbers_of_threads():
+    """Of XLA's pool for the CPU, that is: another number of devices shares it."""
+    assert printed(flags="--xla_force_host_platform_device_count=5") == printed()
+
+
+@pytest.mark.slow
+def test_without_command_buffers(on_gpu):
+    if not on_gpu:
+        pytest.skip("needs a GPU")
+    assert printed(flags="--xla_gpu_enable_command_buffer=") == printed()
