@@ -66,8 +66,8 @@ def plain_gradients(rows: Rows, dz, scale, dtype):
     return (dz if scale is None else dz * scale).astype(dtype), *rows.sum_rows(dz)
 
 
-def logits_tangent(x, scale, dx, dscale, dbias):
-    """That of the logits, from the tangents that there are."""
+def logits_tangent(x, shape, scale, dx, dscale, dbias):
+    """That of the logits, of the given shape, from the tangents that there are."""
     terms = []
     if dx is not None:
         terms.append(dx if scale is None else dx.astype(scale.dtype) * scale)
@@ -76,7 +76,7 @@ def logits_tangent(x, scale, dx, dscale, dbias):
     if dbias is not None:
         terms.append(dbias)
     wide = accumulator(*(term.dtype for term in terms))
-    return functools.reduce(jnp.add, (term.astype(wide) for term in terms))
+    return jnp.broadcast_to(functools.reduce(jnp.add, (term.astype(wide) for term in terms)), shape)
 
 
 class _LogitsKernel(RowKernel):

@@ -186,6 +186,14 @@ class _MatmulKernel(Kernel):
         shape = (*batch, *m, *n)
         return [lhs, rhs, *rest], spec._replace(counts=(1, 1, 1)), lambda out: [x.reshape(shape) for x in out]
 
+    def _lower(self, platform, lhs, rhs, *rest, spec, preactivation):
+        if platform == "cpu" and lhs.dtype == rhs.dtype == jnp.bfloat16:
+            # XLA:CPU does so itself, but forgets it for products that it reshapes, which then fail when they run
+            # ("Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32", jaxlib 0.11.2).
+            spec = spec._replace(precision=_plain_precision(lhs.dtype, rhs.dtype, spec.precision))
+            lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
+        return super()._lower(platform, lhs, rhs, *rest, spec=spec, preactivation=preactivation)
+
     def plain(self, *operands, spec, preactivation) -> list[jax.Array]:
         return self._on_xla(*operands, spec=spec, preactivation=preactivation)
 

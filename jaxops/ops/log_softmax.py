@@ -34,7 +34,8 @@ def _tangent(kernels, rows, x, _, scale, bias, where, dx, dscale, dbias, *, dtyp
     (y,) = kernels.forward(x, scale, bias, where, axes=rows.axes, dtype=accumulator(x.dtype), **causal)
     p = jnp.exp(y)
     mask = _logits.plain_mask(rows, x.shape, where, **causal)
-    dz = _logits.logits_tangent(jnp.where(p == 0, 0, x), scale, dx, dscale, dbias)
+    # Where p underflows the logit still moves with its scale; where it is -inf, x may be anything.
+    dz = _logits.logits_tangent(jnp.where(jnp.isneginf(y), 0, x), x.shape, scale, dx, dscale, dbias)
     dz = _logits.visible(mask, dz)
     return (_logits.visible(mask, dz - rows.sum(p * dz)[0]).astype(dtype),)
 

@@ -33,7 +33,7 @@ def _tangent(kernels, rows, y, x, scale, bias, where, dx, dscale, dbias, **param
         dz = dx
     else:
         x = None if x is None else jnp.where(y == 0, 0, x)
-        dz, scale = _logits.logits_tangent(x, scale, dx, dscale, dbias), None
+        dz, scale = _logits.logits_tangent(x, y.shape, scale, dx, dscale, dbias), None
     return kernels.backward(y, scale, None, None, dz.astype(y.dtype), axes=rows.axes, **params)[:1]
 
 

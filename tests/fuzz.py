@@ -1,0 +1,586 @@
+"""Random calls of every op against float64: `make fuzz` runs 10,000 of each, `tests/test_fuzz.py` a few.
+
+A case is data: its repr, pasted into tests/test_fuzz.py, is the test of what once failed. Compiling costs most: several
+calls are compiled into one program, and each is run with several kinds of numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from hypothesis import strategies as st
+
+import jaxops
+
+OPS = ("softmax", "log_softmax", "layer_norm", "rms_norm", "matmul", "dot_general")
+FLOATS = ("float32", "bfloat16", "float16")
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+
+#: How many units of `oracle.error` a value, and a derivative, may be off. Tests of accuracy have narrower bounds.
+LIMITS = {"value": 4.0, "vjp": 8.0, "jvp": 8.0}
+
+#: Calls in one program, and how often each is run with other numbers: a call with its numbers is a case.
+CALLS, DRAWS = 12, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of an op, with several kinds of numbers.
+
+    Attributes:
+      op: its name.
+      operands: (name, shape, dtype) of each, in the order of derivatives; "where" is boolean.
+      options: (name, value) of the static arguments.
+      values: how the operands' numbers are distributed, see `draw`: one each time that it runs.
+      derivative: "value", "vjp" or "jvp"; the latter two come with the value.
+      mapped: (name, axis) of the operands that vmap maps.
+      layout: how the first operand lies in memory, see `_LAYOUTS`.
+      eager: outside of jit.
+      seed: of the numbers.
+    """
+
+    op: str
+    operands: tuple[tuple[str, tuple[int, ...], str], ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    values: tuple[str, ...] = ("normal",)
+    derivative: str = "value"
+    mapped: tuple[tuple[str, int], ...] = ()
+    layout: str = "as it is"
+    eager: bool = False
+    seed: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Of the operands that have derivatives."""
+        return [name for name, _, dtype in self.operands if jnp.issubdtype(dtype, jnp.floating)]
+
+
+# --- operands ---
+
+_SPECIAL = {"-inf": -np.inf, "inf": np.inf, "nan": np.nan}
+
+
+def draw(values: str, rng: np.random.Generator, shape, dtype, largest: float) -> np.ndarray:
+    """Numbers of one kind; largest: of "huge"."""
+    x = rng.standard_normal(shape)
+    tiny = float(jnp.finfo(dtype).tiny)
+    with np.errstate(all="ignore"):
+        if values == "wide":
+            x = x * 10.0 ** rng.uniform(-4, 4, shape)
+        elif values == "logits":
+            x = x * 30
+        elif values == "offset":
+            x = 1e4 + x
+        elif values == "tiny":
+            x = x * max(1e-15, tiny * 1e3)
+        elif values == "denormal":
+            x = x * tiny * 0.1
+        elif values == "huge":
+            x = np.clip(x, -1, 1) * min(largest, 0.5 * float(jnp.finfo(dtype).max))
+        elif values == "equal":
+            x = np.full(shape, 3.3)
+        elif values == "one hot":
+            x = np.where(rng.random(shape) < 0.1, 100.0, x)
+        elif values == "zero":
+            x = np.zeros(shape)
+        elif values in _SPECIAL:
+            x = np.where(rng.random(shape) < 0.15, _SPECIAL[values], x)
+        return x.astype(dtype)
+
+
+#: How x is made from what is stored, and what is stored.
+_LAYOUTS = {
+    "as it is": (lambda x: x, lambda x: x),
+    "Fortran": (lambda x: np.array(x, order="F"), lambda x: x),
+    "transposed": (lambda x: np.ascontiguousarray(x.T), jnp.transpose),
+    "behind": (lambda x: np.concatenate([x[..., :1], x], -1), lambda x: x[..., 1:]),
+    "every second": (lambda x: np.repeat(x, 2, -1), lambda x: x[..., ::2]),
+    "backwards": (lambda x: np.flip(x).copy(), jnp.flip),
+}
+
+
+def _numbers(case: Case, values, rng, name, shape, dtype):
+    if dtype == "bool":
+        return rng.random(shape) < 0.7
+    if jnp.issubdtype(dtype, jnp.integer):
+        return rng.integers(-5, 5, shape).astype(dtype)
+    if case.op.endswith("norm") and name in ("scale", "bias"):
+        return draw("normal", rng, shape, dtype, 1.0)
+    if name in ("scale", "bias"):
+        return (2 * rng.standard_normal(shape)).astype(dtype)
+    # Squares and products must not overflow.
+    largest = 1e30 if case.op.endswith("softmax") else 1e100 if dtype == "float64" else 1e15
+    return draw(values, rng, shape, dtype, largest)
+
+
+def _arrays(case: Case, values: str, rng) -> dict[str, np.ndarray]:
+    """The operands, those that are mapped with another axis of size 2."""
+    mapped = dict(case.mapped)
+    found = {}
+    for name, shape, dtype in case.operands:
+        if name in mapped:
+            shape = (*shape[: mapped[name]], 2, *shape[mapped[name] :])
+        found[name] = _numbers(case, values, rng, name, shape, np.dtype(dtype).name)
+    if case.op == "layer_norm" and "where" in found:  # a row without a position that counts is NaN
+        _let_rows_count(case, found, mapped)
+    return found
+
+
+def _let_rows_count(case, found, mapped):
+    options = dict(case.options)
+    rank = len(dict((name, shape) for name, shape, _ in case.operands)["x"])
+    axes = _axes(options["axis"], rank)
+    mask = found["where"]
+    mask = np.moveaxis(mask, mapped["where"], 0) if "where" in mapped else mask[None]
+    own = tuple(a - rank + mask.ndim for a in axes if a - rank + mask.ndim >= 1)
+    mask = mask | ~mask.any(own, keepdims=True)
+    found["where"] = np.moveaxis(mask, 0, mapped["where"]) if "where" in mapped else mask[0]
+
+
+def _axes(axis, rank) -> tuple[int, ...]:
+    given = range(rank) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return tuple(sorted(a % rank for a in given))
+
+
+# --- the call, and what it must give ---
+
+
+def _call(case: Case, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    options = dict(case.options)
+    if case.op == "matmul":
+        out = jaxops.matmul(arrays["a"], arrays["b"], bias=arrays.get("bias"), **options)
+    elif case.op == "dot_general":
+        out = jaxops.dot_general(arrays["a"], arrays["b"], options.pop("numbers"), **options)
+    else:
+        rest = {name: x for name, x in arrays.items() if name != "x"}
+        out = getattr(jaxops, case.op)(arrays["x"], **rest, **options)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def _exact(case: Case, arrays: dict[str, np.ndarray]):
+    """The oracle of a call without mapped axes."""
+    options = dict(case.options)
+    dtype = options.pop("dtype", None)
+    if case.op in ("matmul", "dot_general"):
+        dtype = options.pop("preferred_element_type", None) or jnp.result_type(*(arrays[n].dtype for n in "ab"))
+        multiply = _multiply(arrays, options.pop("precision", None))
+        if case.op == "matmul":
+            return oracle.Matmul(**arrays, **options, multiply=multiply, dtype=dtype)
+        return oracle.DotGeneral(arrays["a"], arrays["b"], options["numbers"], multiply=multiply, dtype=dtype)
+    if case.op.endswith("softmax"):
+        x = arrays["x"] if arrays["x"].dtype.kind not in "iu" else arrays["x"].astype(np.float32)
+        shape = np.broadcast_shapes(*(np.shape(v) for name, v in arrays.items() if name != "scale"))
+        options["axes"] = _axes(options.pop("axis"), len(shape))
+        return oracle.Logits(case.op, **arrays | {"x": x}, **options, dtype=dtype or x.dtype)
+    floats = [v.dtype for name, v in arrays.items() if name != "where"]
+    options["axes"] = _axes(options.pop("axis"), arrays["x"].ndim)
+    return oracle.Norm(case.op, **arrays, **options, dtype=dtype or functools.reduce(jnp.promote_types, floats))
+
+
+def _multiply(arrays, precision) -> float:
+    """The rounding of the factors of a product on this machine, relative; XLA and the kernels do the same."""
+    dtypes = {x.dtype.name for name, x in arrays.items() if name in "ab"}
+    if jax.default_backend() != "gpu" or precision == "highest":
+        return 0.0
+    if dtypes <= set(EIGHT_BITS):
+        return 2.0**-12  # the tensor cores keep 14 bits of a sum
+    return 2.0**-10 if np.dtype(functools.reduce(jnp.promote_types, dtypes)) == np.float32 else 0.0
+
+
+def _directions(case: Case, rng) -> dict[str, np.ndarray]:
+    """Tangents of the operands."""
+    return {
+        name: rng.standard_normal(shape).astype(dtype) for name, shape, dtype in case.operands if name in case.names
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A case with numbers: what is computed, from which arrays, and what must come out."""
+
+    case: Case
+    stored: dict[str, np.ndarray]
+    directions: Any
+    wanted: list[oracle.Wanted]
+    dtypes: list[np.dtype]
+
+    def compute(self, stored, directions):
+        case, mapped = self.case, dict(self.case.mapped)
+        first = case.operands[0][0]
+        arrays = stored | {first: _LAYOUTS[case.layout][1](stored[first])}
+
+        def one(arrays):
+            fixed = {name: x for name, x in arrays.items() if name not in case.names}
+            xs = [arrays[name] for name in case.names]
+            f = lambda *xs: _call(case, dict(zip(case.names, xs, strict=True)) | fixed)  # noqa: E731
+            if case.derivative == "value":
+                return list(f(*xs))
+            if case.derivative == "jvp":
+                value, moved = jax.jvp(f, tuple(xs), tuple(directions[name] for name in case.names))
+                return [*value, *moved]
+            value, pullback = jax.vjp(f, *xs)
+            return [*value, *pullback(tuple(directions))]
+
+        return jax.vmap(one, ({name: mapped.get(name) for name in arrays},))(arrays) if mapped else one(arrays)
+
+    def check(self, got) -> str | None:
+        """What is wrong with the results; None: nothing."""
+        count = 2 if any(name == "residual" for name, *_ in self.case.operands) else 1
+        if len(got) != len(self.wanted):
+            return f"{len(got)} results instead of {len(self.wanted)}"
+        for i, (mine, wanted, dtype) in enumerate(zip(got, self.wanted, self.dtypes, strict=True)):
+            what = f"value {i}" if i < count else f"{self.case.derivative} {i - count}"
+            if mine.dtype != dtype:
+                return f"{what} has dtype {mine.dtype} instead of {dtype}"
+            if mine.shape != wanted.value.shape:
+                return f"{what} has shape {mine.shape} instead of {wanted.value.shape}"
+            limit = LIMITS["value" if i < count else self.case.derivative]
+            if not (off := oracle.error(mine, wanted)) <= limit:
+                return f"{what} is {off:.3g} units off, allowed {limit}"
+        return None
+
+
+def _prepare(case: Case, values: str) -> _Prepared:
+    rng = np.random.default_rng(case.seed)
+    arrays, mapped = _arrays(case, values, rng), dict(case.mapped)
+    count = 2 if mapped else 1
+    slices = [
+        {name: np.take(x, j, mapped[name]) if name in mapped else x for name, x in arrays.items()} for j in range(count)
+    ]
+    exact = [_exact(case, slice_) for slice_ in slices]
+    values = exact[0].value()
+    dtypes = [exact[0].dtype if hasattr(exact[0], "dtype") else exact[0].product.dtype]
+    if len(values) == 2:
+        dtypes.append(exact[0].total)
+    directions: Any = ()
+    if case.derivative == "jvp":
+        directions = _directions(case, rng)
+    elif case.derivative == "vjp":
+        directions = [
+            rng.standard_normal(v.value.shape).astype(dtype) for v, dtype in zip(values, dtypes, strict=True)
+        ]
+    wanted = []
+    for one in exact:
+        results = list(one.value())
+        if case.derivative == "vjp":
+            found = one.vjp(*directions)
+            results += [found[name] for name in case.names]
+        elif case.derivative == "jvp":
+            results += one.jvp(directions)
+        wanted.append(results)
+    if case.derivative == "vjp":
+        dtypes += [np.dtype(dtype) for name, _, dtype in case.operands if name in case.names]
+    elif case.derivative == "jvp":
+        dtypes += dtypes
+    if mapped:
+        stacked = [oracle.Wanted(*map(np.stack, zip(*parts, strict=True))) for parts in zip(*wanted, strict=True)]
+    else:
+        stacked = wanted[0]
+    first = case.operands[0][0]
+    stored = arrays | {first: _LAYOUTS[case.layout][0](arrays[first])}
+    return _Prepared(case, stored, directions, stacked, dtypes)
+
+
+def failures(cases: list[Case]) -> list[str]:
+    """Runs the cases, those that are not eager in one program, and says which fail."""
+    x64 = any(dtype == "float64" for case in cases for _, _, dtype in case.operands)
+    x64 = x64 or any(value == "float64" for case in cases for _, value in case.options)
+    found = []
+    with jax.enable_x64(x64), np.errstate(all="ignore"):
+        rounds = [[_prepare(case, values) for case, values in zip(cases, several, strict=True)]
+                  for several in zip(*(case.values for case in cases), strict=True)]
+        compiled = [p for p in rounds[0] if not p.case.eager]
+        program = jax.jit(lambda inputs: [p.compute(*xs) for p, xs in zip(compiled, inputs, strict=True)])
+        for i, prepared in enumerate(rounds):
+            results = iter(program([(p.stored, p.directions) for p in prepared if not p.case.eager]))
+            for p in prepared:
+                got = p.compute(*jax.tree.map(jnp.asarray, (p.stored, p.directions))) if p.case.eager else next(results)
+                if (what := p.check(got)) is not None:
+                    found.append(f"{p.case!r}\n  {what} with {p.case.values[i]!r}")
+    return found
+
+
+def check(cases: list[Case]) -> None:
+    assert not (wrong := failures(cases)), "\n".join(wrong)
+
+
+# --- strategies ---
+
+_SIZES = st.one_of(
+    st.integers(1, 9), st.sampled_from((0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130))
+)
+_LONG = st.sampled_from((1, 3, 8, 127, 128, 129, 255, 256, 257, 511, 1000, 1023, 1024, 1025, 2047, 4096, 4097))
+_AXES_OF_ONE = st.lists(st.booleans(), min_size=4, max_size=4)
+_MAX_SIZE = 12000
+
+
+@st.composite
+def _shape(draw, min_rank=0, max_rank=4):
+    """A shape of some elements; the last axis, or another, may be long."""
+    shape = [draw(_SIZES) for _ in range(draw(st.integers(min_rank, max_rank)))]
+    if shape and draw(st.integers(0, 3)) == 0:
+        shape[draw(st.integers(0, len(shape) - 1))] = draw(_LONG)
+    while math.prod(shape) > _MAX_SIZE:
+        largest = shape.index(max(shape, key=lambda d: d if d < 1000 else 0))
+        shape[largest] = (shape[largest] + 1) // 4 if shape.count(shape[largest]) < len(shape) else 2
+    return tuple(shape)
+
+
+@st.composite
+def _broadcast(draw, shape):
+    """A shape that broadcasts to `shape`."""
+    ones = draw(_AXES_OF_ONE)
+    found = tuple(1 if one else d for d, one in zip(shape, ones, strict=False))
+    return found[draw(st.integers(0, len(found))) :] if draw(st.booleans()) else found
+
+
+@st.composite
+def _common(draw, operands, values, derivatives=True):
+    """What cases of all ops have."""
+    mapped = []
+    if draw(st.integers(0, 2)) == 0:
+        for name, shape, _ in operands:
+            if draw(st.booleans()) or (name == operands[-1][0] and not mapped):
+                mapped.append((name, draw(st.integers(0, len(shape)))))
+    layouts = [name for name in _LAYOUTS if operands[0][1] or mapped or name in ("as it is", "Fortran")]
+    if mapped and mapped[0][0] != operands[0][0] and not operands[0][1]:
+        layouts = ["as it is"]
+    return {
+        "operands": tuple(operands),
+        "values": tuple(draw(st.lists(st.sampled_from(values), min_size=DRAWS, max_size=DRAWS))),
+        "derivative": draw(st.sampled_from(("value", "vjp", "jvp", "vjp") if derivatives else ("value",))),
+        "mapped": tuple(mapped),
+        "layout": draw(st.sampled_from(layouts)) if draw(st.booleans()) else "as it is",
+        "eager": draw(st.integers(0, 24)) == 0,
+        "seed": draw(st.integers(0, 2**16)),
+    }
+
+
+_LOGITS_VALUES = ("normal", "logits", "offset", "tiny", "denormal", "equal", "one hot", "zero", "wide")
+_LOGITS_VALUES_UNSCALED = (*_LOGITS_VALUES, "huge", "-inf", "inf", "nan")
+
+
+def _axis(draw, rank, empty=True):
+    """An axis, some, or all; of a scalar only none or all."""
+    if not rank:
+        return draw(st.sampled_from((None, ()))) if empty else None
+    kind = draw(st.integers(0, 5))
+    if kind < 3:
+        return -1
+    if kind == 3:
+        return draw(st.integers(-rank, rank - 1))
+    if kind == 4:
+        return tuple(draw(st.permutations(range(rank)))[: draw(st.integers(0 if empty else 1, rank))])
+    return None
+
+
+@st.composite
+def _logits_case(draw, op, floats):
+    joint = draw(_shape())
+    operands = [("x", joint, draw(st.sampled_from((*floats, *floats, "int8", "int32"))))]
+    if draw(st.integers(0, 3)) == 0:  # a scalar has no axis, whatever enlarges it
+        operands[0] = ("x", draw(_broadcast(joint)) or joint, operands[0][2])
+    if draw(st.integers(0, 3)) == 0:
+        operands.append(("scale", (), draw(st.sampled_from(floats))))
+    if draw(st.integers(0, 3)) == 0:
+        operands.append(("bias", draw(_broadcast(joint)), draw(st.sampled_from(floats))))
+    if draw(st.integers(0, 3)) == 0:
+        operands.append(("where", draw(_broadcast(joint)), "bool"))
+    scaled = any(name in ("scale", "bias") for name, *_ in operands)
+    common = draw(_common(operands, _LOGITS_VALUES if scaled else _LOGITS_VALUES_UNSCALED))
+    rank = len(np.broadcast_shapes(*(shape for _, shape, _ in operands)))
+    options = [("axis", _axis(draw, rank))]
+    if rank >= 2 and draw(st.integers(0, 3)) == 0:
+        options.append(("causal", True))
+    if draw(st.integers(0, 3)) == 0:
+        options.append(("dtype", draw(st.sampled_from(floats))))
+    return Case(op, options=tuple(options), **common)
+
+
+_NORM_VALUES = ("normal", "offset", "tiny", "denormal", "huge", "equal", "one hot", "zero", "wide", "inf", "nan")
+
+
+@st.composite
+def _norm_case(draw, op, floats):
+    shape = draw(_shape(min_rank=1))
+    axis = _axis(draw, len(shape))
+    axes = _axes(axis, len(shape))
+    dtype = draw(st.sampled_from(floats))
+    operands = [("x", shape, dtype)]
+    for name in ("scale", "bias") if op == "layer_norm" else ("scale",):
+        if draw(st.integers(0, 2)):
+            operands.append((name, tuple(shape[a] for a in axes), draw(st.sampled_from(floats))))
+    if op == "layer_norm" and draw(st.integers(0, 3)) == 0:
+        operands.append(("where", draw(_broadcast(shape)), "bool"))
+    if draw(st.integers(0, 3)) == 0:
+        operands.append(("residual", shape, draw(st.sampled_from((dtype, dtype, *floats)))))
+    options = [("axis", axis), ("epsilon", draw(st.sampled_from((1e-6, 1e-5, 0.5, 1e-12))))]
+    if draw(st.integers(0, 3)) == 0:
+        options.append(("dtype", draw(st.sampled_from(floats))))
+    return Case(op, options=tuple(options), **draw(_common(operands, _NORM_VALUES)))
+
+
+_MATMUL_VALUES = ("normal", "normal", "wide", "equal", "zero", "nan", "tiny")
+_DIMENSIONS = st.one_of(st.integers(1, 9), st.sampled_from((0, 1, 16, 17, 31, 32, 33, 40)))
+
+
+def _product_options(draw, floats, dtypes):
+    """precision and preferred_element_type for which there is a kernel."""
+    options = []
+    eight = dtypes[0] in EIGHT_BITS
+    if draw(st.booleans()):
+        options.append(("precision", draw(st.sampled_from(("highest", "default")))))
+    if eight:
+        options.append(("preferred_element_type", draw(st.sampled_from(("float32", "bfloat16")))))
+    elif set(dtypes) == {"bfloat16", "float16"} or draw(st.integers(0, 3)) == 0:
+        common = np.dtype(jnp.promote_types(*dtypes))
+        options.append(("preferred_element_type", "float64" if common == np.float64 else "float32"))
+    return options
+
+
+def _product_dtypes(draw, floats):
+    if draw(st.integers(0, 7)) == 0:
+        return [draw(st.sampled_from(EIGHT_BITS)) for _ in range(2)]
+    first = draw(st.sampled_from(floats))
+    return [first, draw(st.sampled_from((first, first, *floats)))]
+
+
+@st.composite
+def _matmul_case(draw, op, floats):
+    del op
+    dtypes = _product_dtypes(draw, floats)
+    m, k, n = (draw(_DIMENSIONS) for _ in range(3))
+    batch = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
+    a = (k,) if draw(st.integers(0, 7)) == 0 else (*draw(_broadcast(batch)), m, k)
+    b = (k,) if draw(st.integers(0, 7)) == 0 else (*draw(_broadcast(batch)), k, n)
+    operands = [("a", a, dtypes[0]), ("b", b, dtypes[1])]
+    options = _product_options(draw, floats, dtypes)
+    if draw(st.booleans()):
+        out = np.broadcast_shapes(a[:-2], b[:-2]) + a[-2:-1] + (b[-1:] if len(b) > 1 else ())
+        operands.append(("bias", draw(_broadcast(out)), draw(st.sampled_from(floats))))
+    if draw(st.booleans()):
+        options.append(("activation", draw(st.sampled_from(("relu", "gelu", "gelu_exact", "silu")))))
+    common = draw(_common(operands, _MATMUL_VALUES, derivatives=dtypes[0] not in EIGHT_BITS))
+    return Case("matmul", options=tuple(options), **common)
+
+
+@st.composite
+def _dot_general_case(draw, op, floats):
+    del op
+    dtypes = _product_dtypes(draw, floats)
+    batch, free, other, contracted = (
+        draw(st.lists(st.integers(0, 5) if i else st.integers(1, 3), max_size=2)) for i in range(4)
+    )
+    lhs, rhs = [*batch, *free, *contracted], [*batch, *other, *contracted]
+    orders = [draw(st.permutations(range(len(x)))) for x in (lhs, rhs)]
+    places = [[order.index(i) for i in range(len(order))] for order in orders]
+    nb = len(batch)
+    numbers = (
+        tuple(tuple(p[len(p) - len(contracted) :]) for p in places),
+        tuple(tuple(p[:nb]) for p in places),
+    )
+    operands = [
+        (name, tuple(x[i] for i in order), dtype)
+        for name, x, order, dtype in zip("ab", (lhs, rhs), orders, dtypes, strict=True)
+    ]
+    options = [("numbers", numbers), *_product_options(draw, floats, dtypes)]
+    common = draw(_common(operands, _MATMUL_VALUES, derivatives=dtypes[0] not in EIGHT_BITS))
+    return Case("dot_general", options=tuple(options), **common)
+
+
+_STRATEGIES = {
+    "softmax": _logits_case,
+    "log_softmax": _logits_case,
+    "layer_norm": _norm_case,
+    "rms_norm": _norm_case,
+    "matmul": _matmul_case,
+    "dot_general": _dot_general_case,
+}
+
+
+def batches(op: str, size: int = CALLS):
+    """Lists of cases that share a program; in some of them with float64, which is a mode of the whole program."""
+
+    def of(floats):
+        return st.lists(_STRATEGIES[op](op, floats), min_size=size, max_size=size)
+
+    return st.one_of(of(FLOATS), of(FLOATS), of((*FLOATS, "float64")))
+
+
+def run(op: str, count: int, seed: int, told=lambda done: None) -> list[str]:
+    """Runs about `count` cases of an op, and calls `told` with the number done; the shrunk failures, if any."""
+    done = 0
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=math.ceil(count / (CALLS * DRAWS)),
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],  # a failure names its case; shrinking whole programs takes long
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(batches(op))
+    def every(cases):
+        nonlocal done
+        wrong = failures(cases)
+        done += sum(len(case.values) for case in cases)
+        told(done)
+        assert not wrong, "\n".join(wrong)
+
+    try:
+        every()
+    except AssertionError as error:
+        return str(error).splitlines()
+    return []
+
+
+def main(arguments: list[str]) -> int:
+    """Prints what fails, and the counts; returns the number of ops with failures."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="*", help=f"of {', '.join(OPS)}; default: all")
+    parser.add_argument("--cases", type=int, default=10_000, help="of each op (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="default: another in each run")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.ops) - set(OPS):
+        parser.error(f"ops must be of {', '.join(OPS)}, got {', '.join(unknown)}")
+    device = jax.devices()[0].device_kind
+    print(f"jax {jax.__version__}, {device}, seed {options.seed}", flush=True)
+    failed = 0
+    columns = TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    for op in options.ops or OPS:
+        start, done = time.perf_counter(), 0
+        with Progress(*columns, transient=True) as progress:
+            task = progress.add_task(op, total=options.cases)
+
+            def told(count, task=task, progress=progress):
+                nonlocal done
+                done = count
+                progress.update(task, completed=min(count, options.cases))
+
+            wrong = run(op, options.cases, options.seed, told)
+        seconds = time.perf_counter() - start
+        print(f"{op:12} {done:6} cases in {seconds:.0f} s: {'FAILED' if wrong else 'all within bounds'}", flush=True)
+        print("\n".join(wrong), end="\n" if wrong else "", flush=True)
+        failed += bool(wrong)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

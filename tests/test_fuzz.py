@@ -1,0 +1,48 @@
+"""Some random calls of every op, the same in every run, and the calls that once failed. `make fuzz` runs many more."""
+
+import fuzz
+import pytest
+from fuzz import Case
+
+#: What failed, as small as it was found.
+REGRESSIONS = {
+    # The tangent of a scale was lost where the probability underflows.
+    "log_softmax's tangent of an underflowing probability": Case(
+        "log_softmax",
+        (("x", (1, 2047), "float32"), ("scale", (), "float32")),
+        options=(("axis", -1),),
+        values=("logits", "one hot"),
+        derivative="jvp",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", fuzz.OPS)
+def test_random_calls(op):
+    assert fuzz.run(op, 2 * fuzz.CALLS * fuzz.DRAWS, seed=0) == []
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_what_failed(name):
+    fuzz.check([REGRESSIONS[name]])
+
+
+@pytest.mark.parametrize("op", fuzz.OPS)
+def test_wrong_results_are_seen(op, monkeypatch):
+    """A result of which one element is off by a few units fails."""
+    operands = (("a", (3, 4), "float32"), ("b", (4, 5), "float32"))
+    options = {"dot_general": (("numbers", (((1,), (0,)), ((), ()))),), "matmul": ()}
+    if op not in options:
+        operands = (("x", (3, 40), "bfloat16"),)
+        options[op] = (("axis", -1), *([("epsilon", 1e-6)] if op.endswith("norm") else []))
+    case = Case(op, operands, options[op], derivative="vjp")
+    fuzz.check([case])
+    call = fuzz._call
+
+    def wrong(case, arrays):
+        (y,) = call(case, arrays)
+        return (y.at[1, 2].multiply(1 + 16 * float(fuzz.jnp.finfo(y.dtype).eps)),)
+
+    monkeypatch.setattr(fuzz, "_call", wrong)
+    with pytest.raises(AssertionError, match="units off"):
+        fuzz.check([case])
