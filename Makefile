@@ -1,5 +1,5 @@
-# make build | test | test-all | matrix | demo | bench OP=softmax | sanitize | sanitize-gpu | docs | wheel | reproducible |
-# fmt | lint
+# make build | test | test-all | matrix | fuzz | accuracy | compatibility | sanitize | sanitize-gpu | demo |
+# bench OP=softmax | docs | wheel | reproducible | fmt | lint
 # PYTHON chooses the interpreter (3.11 or newer), JAX a version of jax (0.10.0, 0.11.2, ...; default: the newest
 # supported one); each pair gets an environment of its own. CUDA=OFF leaves the GPU half out. ARGS is handed to the demo,
 # the tests and the benchmarks.
@@ -17,7 +17,8 @@ python := $(VENV)/bin/python
 jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
 headers := build/ffi_headers
 
-.PHONY: build test test-all matrix demo bench sanitize sanitize-gpu docs wheel reproducible fmt lint clean
+.PHONY: build test test-all matrix fuzz accuracy compatibility demo bench sanitize sanitize-gpu docs wheel reproducible fmt \
+  lint clean
 .DEFAULT_GOAL := build
 
 $(VENV)/ready: pyproject.toml
@@ -49,6 +50,18 @@ test-all: build
 # Every op under every transformation of JAX, on the devices here.
 matrix: build
 	$(python) tests/transformations.py $(ARGS)
+
+# Random calls of every op against float64. make fuzz ARGS='softmax --cases 500 --seed 1'
+fuzz: build
+	$(python) tests/fuzz.py $(ARGS)
+
+# The errors of every op on this device, into benchmarks/results/accuracy.csv and docs/accuracy.md.
+accuracy: build
+	$(python) tests/accuracy.py $(ARGS)
+
+# The tests that depend on versions, for every Python here with every supported minor version of jax.
+compatibility:
+	$(PYTHON) tools/compatibility.py
 
 demo: build
 	$(python) -m jaxops $(ARGS)

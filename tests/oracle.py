@@ -245,7 +245,8 @@ class Norm:
             scaled = self.normal * self.scale
             noise = self.noise * np.abs(self.scale) + eps(self.acc) * (np.abs(scaled) + np.abs(self.bias))
             y = Wanted(scaled + self.bias, noise + np.zeros_like(self.x))
-        return (y, Wanted(self.x, np.full_like(self.x, tiny(self.acc)))) if "residual" in self.operands else (y,)
+        flushed = 2 * max(map(tiny, (self.acc, *(v.dtype for v in self.operands.values()))))
+        return (y, Wanted(self.x, np.full_like(self.x, flushed))) if "residual" in self.operands else (y,)
 
     def vjp(self, dy, dsum=None) -> dict[str, Wanted]:
         dy = wide(dy)

@@ -14,6 +14,17 @@ REGRESSIONS = {
         values=("logits", "one hot"),
         derivative="jvp",
     ),
+    # The tangent of a bias alone had the bias's shape.
+    **{
+        f"{op}'s tangent of a bias that broadcasts": Case(
+            op, (("x", (5, 7), "int8"), ("bias", (1,), "float32")), (("axis", -1),), derivative="jvp"
+        )
+        for op in ("softmax", "log_softmax")
+    },
+    # XLA:CPU had no dot for it.
+    "bf16 times a batch of one": Case(
+        "matmul", (("a", (6, 31), "bfloat16"), ("b", (1, 31, 3), "bfloat16")), layout="transposed", derivative="vjp"
+    ),
 }
 
 
