@@ -1,0 +1,360 @@
+"""The errors of every op, option and dtype over ordinary and adversarial inputs, their bounds, and jax.nn's errors.
+
+`make accuracy` measures on the device at hand, writes the figures into benchmarks/results/accuracy.csv, in place of the
+older ones of that device, and docs/accuracy.md from all of them; tests/test_accuracy.py enforces the bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+import fuzz
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from fuzz import Case
+
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "accuracy.csv", ROOT / "docs" / "accuracy.md"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class Bound(NamedTuple):
+    """See docs/accuracy.md: errors of values and of gradients, each from normal inputs and from any."""
+
+    ulp: float
+    units: float
+    norm: float
+    gradient_units: float
+
+
+#: What every op promises, whatever its options.
+BOUNDS = {
+    "8 bits": Bound(16.0, 2.0, 0.0, 0.0),
+    "16 bits": Bound(0.6, 1.0, 1.0, 1.0),
+    "32 or 64 bits": Bound(3.0, 1.5, 4.0, 2.0),
+}
+
+
+def bound(op: str, dtype: str) -> Bound:
+    del op
+    return BOUNDS["8 bits" if dtype in fuzz.EIGHT_BITS else "16 bits" if np.dtype(dtype).itemsize == 2 else "32 or 64 bits"]
+
+
+#: What is rounding, whoever does it: below this an op counts as no worse than the reference.
+ROUNDING = 1.0
+
+
+def bound(op: str, dtype: str) -> Bound:
+    if dtype in fuzz.EIGHT_BITS:
+        return BOUNDS[op, "8 bits"]
+    return BOUNDS[op, "16 bits" if np.dtype(dtype).itemsize == 2 else "32 or 64 bits"]
+
+
+# --- inputs ---
+
+LOGITS = ("normal", "logits", "wide", "offset", "tiny", "denormal", "huge", "equal", "one hot", "zero", "-inf", "inf")
+LOGITS += ("nan",)
+NORMS = ("normal", "wide", "offset", "tiny", "denormal", "huge", "equal", "one hot", "zero", "inf", "nan")
+PRODUCTS = ("normal", "wide", "tiny", "equal", "zero", "nan")
+
+
+def _row_cases(op: str, dtype: str, long: bool) -> dict[str, list[Case]]:
+    """By options: the cases of a row op, the values of each of several kinds."""
+    logits = op.endswith("softmax")
+    values = LOGITS if logits else NORMS
+    scaled = tuple(v for v in values if v not in ("huge", "-inf", "inf", "nan")) if logits else values
+    wide = "float64" if dtype == "float64" else "float32"
+    x, n = (6, 1000), 1000
+
+    def case(*operands, shape=x, values=values, axis=-1, **options):
+        options = {"axis": axis} | ({} if logits else {"epsilon": 1e-6}) | options
+        return Case(op, (("x", shape, dtype), *operands), tuple(options.items()), values, "vjp")
+
+    found = {"": [case(), case(shape=(129, 5), axis=0)]}
+    if long:
+        found["rows of 2^20"] = [case(shape=(1, 2**20), values=("normal", "offset", "equal", "one hot"))]
+    if logits:
+        where = ("where", (6, 1000), "bool")
+        found["where"] = [case(where)]
+        found["causal"] = [case(causal=True)]
+        found["scale, bias"] = [case(("scale", (), wide), ("bias", (n,), wide), values=scaled)]
+    else:
+        parameters = [("scale", (n,), wide), ("bias", (n,), wide)][: 2 if op == "layer_norm" else 1]
+        found["scale, bias" if op == "layer_norm" else "scale"] = [case(*parameters, dtype=dtype)]
+        found["residual"] = [case(*parameters[:1], ("residual", x, dtype), dtype=dtype, values=NORMS[:-2])]
+        if op == "layer_norm":
+            found["where"] = [case(("where", x, "bool"))]
+    if dtype in ("bfloat16", "float16"):
+        found["float32 result"] = [case(dtype="float32")]
+    return found
+
+
+def _product_cases(op: str, dtype: str) -> dict[str, list[Case]]:
+    wide = "float64" if dtype == "float64" else "float32"
+    m, n, k = 33, 40, 513
+
+    def case(*operands, precision="highest", values=PRODUCTS, **options):
+        options["precision"] = precision
+        shapes = {"a": (m, k), "b": (k, n)} if op == "matmul" else {"a": (k, m), "b": (n, k)}
+        if op == "dot_general":
+            options["numbers"] = (((0,), (1,)), ((), ()))
+        given = (*((name, shape, dtype) for name, shape in shapes.items()), *operands)
+        derivative = "value" if dtype in fuzz.EIGHT_BITS else "vjp"
+        return Case(op, given, tuple(options.items()), values, derivative)
+
+    if dtype in fuzz.EIGHT_BITS:
+        return {"float32 result": [case(preferred_element_type="float32")]}
+    found = {"": [case()]}
+    if dtype == "float32":
+        found["default precision"] = [case(precision="default")]
+    if dtype in ("bfloat16", "float16"):
+        found["float32 result"] = [case(preferred_element_type="float32")]
+    if op == "matmul":
+        for activation in ("relu", "gelu", "gelu_exact", "silu"):
+            found[f"bias, {activation}"] = [case(("bias", (n,), wide), activation=activation)]
+    return found
+
+
+def cases(op: str, dtype: str, long: bool = True) -> dict[str, list[Case]]:
+    """By options; long: rows of 2^20 too."""
+    return _product_cases(op, dtype) if op in ("matmul", "dot_general") else _row_cases(op, dtype, long)
+
+
+# --- references ---
+
+
+def reference(case: Case, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """What a user would write without jaxops: jax.nn and jnp."""
+    options = dict(case.options)
+    dtype, axis = options.get("dtype"), options.get("axis")
+    if case.op in ("matmul", "dot_general"):
+        more = {name: options[name] for name in ("precision", "preferred_element_type") if name in options}
+        if case.op == "dot_general":
+            return (jax.lax.dot_general(arrays["a"], arrays["b"], options["numbers"], **more),)
+        out = jnp.matmul(arrays["a"], arrays["b"], **more)
+        if "bias" in arrays:
+            out = out + arrays["bias"].astype(out.dtype)
+        gelu = {"gelu": True, "gelu_exact": False}
+        activation = options.get("activation")
+        if activation in gelu:
+            return (jax.nn.gelu(out, approximate=gelu[activation]),)
+        return (getattr(jax.nn, activation)(out) if activation else out,)
+    x, where = arrays["x"], arrays.get("where")
+    if case.op.endswith("softmax"):
+        x = x if dtype is None else x.astype(dtype)
+        x = x * arrays["scale"].astype(x.dtype) if "scale" in arrays else x
+        x = x + arrays["bias"].astype(x.dtype) if "bias" in arrays else x
+        if options.get("causal"):
+            causal = jnp.tril(jnp.ones(x.shape[-2:], bool))
+            where = causal if where is None else where & causal
+        return (getattr(jax.nn, case.op)(x, axis, where),)
+    return _flax_norm(case.op, x, arrays.get("scale"), arrays.get("bias"), where, arrays.get("residual"), options)
+
+
+def _flax_norm(op, x, scale, bias, where, residual, options):
+    """Flax's layer, with the variance that its documentation calls the stable one."""
+    import flax.linen as nn
+
+    x = x if residual is None else x + residual
+    axis = options["axis"]
+    attributes = {"reduction_axes": axis, "feature_axes": axis, "use_scale": scale is not None}
+    attributes |= {"epsilon": options["epsilon"], "dtype": options.get("dtype")}
+    params = {name: value for name, value in (("scale", scale), ("bias", bias)) if value is not None}
+    if op == "layer_norm":
+        layer = nn.LayerNorm(use_bias=bias is not None, use_fast_variance=False, **attributes)
+    else:
+        layer = nn.RMSNorm(use_fast_variance=False, **attributes)
+    y = layer.apply({"params": params}, x, mask=where)
+    return (y,) if residual is None else (y, x)
+
+
+# --- measuring ---
+
+
+@dataclasses.dataclass
+class Errors:
+    """Of values and of gradients, from normal inputs and from any; worst: the input of which the last one is."""
+
+    ulp: float = 0.0
+    units: float = 0.0
+    norm: float = 0.0
+    gradient_units: float = 0.0
+    worst: str = ""
+
+    def take(self, values: str, prepared: fuzz._Prepared, got: list[jax.Array]) -> None:
+        count = 2 if any(name == "residual" for name, *_ in prepared.case.operands) else 1
+        for i, (mine, wanted) in enumerate(zip(got, prepared.wanted, strict=True)):
+            units, exact = oracle.error(mine, wanted), wanted.value
+            if values == "normal":
+                finite = np.isfinite(exact)
+                off, exact = (oracle.wide(mine) - exact)[finite], exact[finite]
+                eps = oracle.eps(mine.dtype)
+            if i >= count:
+                self.gradient_units = max(self.gradient_units, units)
+                if values == "normal":
+                    self.norm = max(self.norm, float(np.linalg.norm(off) / (eps * np.linalg.norm(exact))))
+            else:
+                if units > self.units:
+                    self.units, self.worst = units, values
+                if values == "normal":
+                    self.ulp = max(self.ulp, float(np.max(np.abs(off)) / (eps * np.max(np.abs(exact)))))
+
+
+def measure(several: list[Case], functions=(fuzz._call, reference)) -> list[Errors]:
+    """The errors of each function in some cases."""
+    found = [Errors() for _ in functions]
+    for case in several:
+        x64 = any("float64" in operand for operand in case.operands)
+        with jax.enable_x64(x64), np.errstate(all="ignore"):
+            programs = None
+            for values in case.values:
+                prepared = fuzz._prepare(case, values)
+                inputs = prepared.stored, prepared.directions
+                if programs is None:
+                    programs = [jax.jit(functools.partial(prepared.compute, call=f)) for f in functions]
+                for errors, program in zip(found, programs, strict=True):
+                    errors.take(values, prepared, program(*inputs))
+    return found
+
+
+FIGURES = ("ulp", "units", "norm", "gradient_units")
+
+
+class Row(NamedTuple):
+    """A line of the results: the Errors of the op, then those of the reference."""
+
+    device: str
+    op: str
+    options: str
+    dtype: str
+    worst: str
+    ulp: float
+    units: float
+    norm: float
+    gradient_units: float
+    reference_ulp: float
+    reference_units: float
+    reference_norm: float
+    reference_gradient_units: float
+
+    def __str__(self) -> str:
+        return ",".join(f"{v:.3g}" if isinstance(v, float) else v for v in self)
+
+    def within(self) -> bool:
+        return all(getattr(self, name) <= limit for name, limit in bound(self.op, self.dtype)._asdict().items())
+
+
+def measure_all(ops: Sequence[str] = fuzz.OPS) -> list[Row]:
+    device = "CPU" if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
+    rows = []
+    for op in ops:
+        for dtype in (*DTYPES, *(fuzz.EIGHT_BITS[:1] if op == "matmul" else ())):
+            for options, several in cases(op, dtype).items():
+                ours, theirs = measure(several)
+                numbers = [getattr(errors, name) for errors in (ours, theirs) for name in FIGURES]
+                rows.append(Row(device, op, options, dtype, ours.worst, *numbers))
+                print(rows[-1], flush=True)
+    return rows
+
+
+def read(path: Path = RESULTS) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open() as file:
+        found = csv.DictReader(file)
+        numbers = [name for name, kind in Row.__annotations__.items() if kind == "float"]
+        return [Row(**row | {name: float(row[name]) for name in numbers}) for row in found]
+
+
+def write(rows: list[Row], path: Path = RESULTS) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(Row._fields)
+        writer.writerows([f"{v:.3g}" if isinstance(v, float) else v for v in row] for row in rows)
+
+
+# --- the page ---
+
+_HEAD = """# Accuracy
+
+Errors against 80-bit arithmetic, of values and gradients, over random and adversarial inputs: normal numbers, magnitudes
+over eight decades, 1e4 with small differences, tiny, denormal and huge ones, rows that are equal throughout, one hot or
+zero, with infinities and NaN in every place, and rows of 2^20. `make accuracy` measures them on the device at hand and
+writes this page; `make test` enforces the bounds.
+
+- **value**: the largest error of a value from normal inputs, in units in the last place (of the result's dtype) of the
+  largest value; behind the comma the largest from any of the inputs, each element in a unit of its own: its ulp, and
+  the first-order effect of rounding once what the op computes in f32 (f64 for f64), such as the logits' distance from
+  the maximum, the mean of a row whose offset exceeds its spread, the terms of a sum. Denormal f32 operands count as
+  zero, as everywhere in XLA.
+- **gradient**: the Euclidean norm of the gradients' error over that of the gradients, from normal inputs, in eps of
+  their dtype; behind the comma the largest error of an element from any of the inputs, in units as above.
+
+In brackets the same of `jax.nn`, `jax.numpy` or Flax. Infinities and NaN are where they belong; "differs" says that they
+are not. The squares of what a norm centres must be finite in f32: magnitudes up to 1e18.
+"""
+
+
+def _number(value: float) -> str:
+    return "differs" if math.isinf(value) else f"{value:.2g}" if value < 1000 else f"{value:.0e}"
+
+
+def _cell(row: Row, prefix: str = "") -> list[str]:
+    numbers = [_number(getattr(row, prefix + name)) for name in FIGURES]
+    return [f"{numbers[0]}, {numbers[1]}", f"{numbers[2]}, {numbers[3]}"]
+
+
+def page(rows: list[Row]) -> str:
+    """docs/accuracy.md."""
+    devices = sorted({row.device for row in rows})
+    text = [_HEAD, "| dtype | bounds of values | of gradients |", "|---|---|---|"]
+    for kind, limits in BOUNDS.items():
+        numbers = list(map(_number, limits))
+        text.append(f"| {kind} | {numbers[0]}, {numbers[1]} | {numbers[2]}, {numbers[3]} |")
+    for op in fuzz.OPS:
+        mine = [row for row in rows if row.op == op]
+        columns = [f"{device}: {what}" for device in devices for what in ("value", "gradient")]
+        text += [f"\n## {op}\n", f"| options | dtype | {' | '.join(columns)} |", f"|{'---|' * (2 + len(columns))}"]
+        for options, dtype in dict.fromkeys((row.options, row.dtype) for row in mine):
+            cells = [options or "none", dtype]
+            for device in devices:
+                row = next((r for r in mine if (r.device, r.options, r.dtype) == (device, options, dtype)), None)
+                both = ("", "") if row is None else zip(_cell(row), _cell(row, "reference_"), strict=True)
+                cells += ["{} ({})".format(*pair) if pair else "" for pair in both]
+            text.append(f"| {' | '.join(cells)} |")
+    return "\n".join(text) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Measures on this device; returns the number of rows out of bounds."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="*", default=fuzz.OPS, help=f"of {', '.join(fuzz.OPS)}; default: all")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    rows = measure_all(options.ops)
+    new = {(row.device, row.op) for row in rows}
+    kept = [row for row in read(options.results) if (row.device, row.op) not in new]
+    rows = sorted([*rows, *kept], key=lambda row: (row.device, fuzz.OPS.index(row.op)))
+    write(rows, options.results)
+    if options.results == RESULTS:
+        PAGE.write_text(page(read()))
+    wrong = [row for row in rows if not row.within()]
+    print(*(f"out of bounds: {row}" for row in wrong), f"{len(rows) - len(wrong)} of {len(rows)} within bounds", sep="\n")
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(sys.argv[1:]), 1))

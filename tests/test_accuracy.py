@@ -1,0 +1,59 @@
+"""The bounds of accuracy.py hold on the device at hand, and its page says what was measured."""
+
+import accuracy
+import fuzz
+import pytest
+from accuracy import FIGURES, bound
+
+#: Below these an op counts as no worse than the reference: each is about one rounding more than the best possible.
+ROUNDING = {"ulp": 1.5, "units": 1.0, "norm": 1.0, "gradient_units": 1.0}
+
+QUICK = [(op, dtype) for op in fuzz.OPS for dtype in ("float32", "bfloat16")]
+REST = [(op, dtype) for op in fuzz.OPS for dtype in ("float16", "float64")]
+EIGHT_BITS = [("matmul", dtype) for dtype in fuzz.EIGHT_BITS]
+
+
+def assert_within(what, errors, limits):
+    for name in FIGURES:
+        figure, limit = getattr(errors, name), limits[name]
+        assert figure <= limit, f"{what}: {name} {figure:.3g} from {errors.worst!r}, allowed {limit:.3g}"
+
+
+@pytest.mark.parametrize("op, dtype", [*QUICK, *EIGHT_BITS])
+def test_bounds(op, dtype):
+    for options, several in accuracy.cases(op, dtype, long=False).items():
+        (errors,) = accuracy.measure(several, (fuzz._call,))
+        assert_within(f"{op} of {dtype}, {options}", errors, bound(op, dtype)._asdict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op, dtype", [*QUICK, *REST, *EIGHT_BITS])
+def test_never_worse_than_the_reference(op, dtype):
+    for options, several in accuracy.cases(op, dtype).items():
+        ours, theirs = accuracy.measure(several)
+        limits = bound(op, dtype)._asdict()
+        assert_within(f"{op} of {dtype}, {options}", ours, limits)
+        worse = {name: max(getattr(theirs, name), ROUNDING[name]) for name in FIGURES}
+        assert_within(f"{op} of {dtype}, {options} against the reference", ours, worse)
+
+
+def test_the_page_is_that_of_the_results():
+    rows = accuracy.read()
+    assert accuracy.PAGE.read_text() == accuracy.page(rows), "run `make accuracy`"
+    assert {row.op for row in rows} == set(fuzz.OPS)
+    assert [row for row in rows if not row.within()] == []
+
+
+def test_errors_are_seen():
+    """An error of 3 ulp in one element counts as such, and a NaN that should not be there."""
+    case = accuracy.cases("rms_norm", "float32", long=False)[""][0]
+
+    def wrong(factor):
+        def call(case, arrays):
+            (y,) = fuzz._call(case, arrays)
+            return (y.at[1, 2].multiply(factor),)
+
+        return call
+
+    good, bad, worst = accuracy.measure([case], (fuzz._call, wrong(1 + 2**-15), wrong(float("nan"))))
+    assert good.units < 1 < 50 < bad.units < worst.units == float("inf")
