@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,11 @@ def array(op: str, name: str, value: Any) -> jax.Array:
     arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
     if not isinstance(value, arrays) and not hasattr(value, "__jax_array__"):
         raise TypeError(f"{op}: {name} must be an array or a scalar, got {type(value).__name__}")
-    return jnp.asarray(value)
+    try:
+        return jnp.asarray(value)
+    except (TypeError, OverflowError) as error:
+        what = f"dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else repr(value)
+        raise type(error)(f"{op}: {name} must be an array or a scalar of numbers, got {what}") from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -47,17 +52,35 @@ def real_array(op: str, name: str, value: Any) -> jax.Array:
     return x
 
 
-def result_dtype(op: str, dtype: Any, default: Any) -> np.dtype:
+def result_dtype(op: str, dtype: Any, default: Any, name: str = "dtype") -> np.dtype:
     """The result's dtype: `default` if None was given."""
     if dtype is None:
         return np.dtype(default)
     try:
         found = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
     except TypeError as error:
-        raise TypeError(f"{op}: dtype must be one of {', '.join(FLOATS)}, got {dtype!r}") from error
+        raise TypeError(f"{op}: {name} must be one of {', '.join(FLOATS)}, got {dtype!r}") from error
     if found.name not in FLOATS:
-        raise TypeError(f"{op}: dtype must be one of {', '.join(FLOATS)}, got {found}")
+        raise TypeError(f"{op}: {name} must be one of {', '.join(FLOATS)}, got {found}")
+    if dtype is not float and found != np.dtype(dtype):
+        warnings.warn(f"{op}: {name} {np.dtype(dtype)} is {found} unless jax_enable_x64 is set", stacklevel=4)
     return found
+
+
+@functools.lru_cache(maxsize=256)
+def _check_precision(precision: Any) -> None:
+    matrix = jax.ShapeDtypeStruct((1, 1), np.float32)
+    jax.eval_shape(functools.partial(jnp.matmul, precision=precision), matrix, matrix)
+
+
+def precision(op: str, name: str, value: Any) -> Any:
+    """What jax.numpy.matmul takes as its precision; a list as a tuple."""
+    value = tuple(value) if isinstance(value, list) else value
+    try:
+        _check_precision(value)
+    except (TypeError, ValueError, KeyError) as error:
+        raise type(error)(f"{op}: {name} must be one that jax.numpy.matmul takes, got {value!r}: {error}") from error
+    return value
 
 
 def axes(op: str, axis: Any, ndim: int) -> tuple[int, ...]:
@@ -86,6 +109,13 @@ def boolean(op: str, name: str, value: Any) -> jax.Array:
     return mask
 
 
+def flag(op: str, name: str, value: Any) -> bool:
+    """True or False, known at trace time."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
+    return bool(value)
+
+
 def joint_shape(op: str, **shapes: Sequence[int]) -> tuple[int, ...]:
     """The shape to which all broadcast."""
     try:
@@ -101,8 +131,8 @@ def static_float(op: str, name: str, value: Any) -> float:
         raise TypeError(f"{op}: {name} must be a Python number, got a traced array")
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{op}: {name} must be a Python number, got {value!r}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{op}: {name} must be a Python number, got {value!r:.100}") from error
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"{op}: {name} must be finite and at least 0, got {number}")
     return number

@@ -14,6 +14,9 @@ from jaxops._kernel import HANDLERS, KERNELS
 
 _PREFIX = "jaxops_"
 
+#: For which JAX lowers.
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
@@ -132,7 +135,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     Args:
       function: a function of arrays, jitted or not.
       *args: its arguments; arrays or `jax.ShapeDtypeStruct`.
-      platform: "cpu", "cuda" or another that JAX lowers for; by default that of the default device.
+      platform: "cpu", "cuda", "rocm" or "tpu"; by default that of the default device.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -140,6 +143,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
 
     Raises:
       TypeError: `function` is not callable; whatever tracing it raises.
+      ValueError: `platform` is another.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxops
@@ -149,6 +153,8 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     """
     if not callable(function):
         raise TypeError(f"explain: function must be callable, got {type(function).__name__}")
+    if platform not in (None, *_PLATFORMS):
+        raise ValueError(f"explain: platform must be one of {', '.join(_PLATFORMS)} or None, got {platform!r}")
     if platform is None:
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     # A function of its own: what was traced before may have been traced under other settings.

@@ -120,6 +120,8 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
       >>> calls, y
       (['softmax'], Array([0.25, 0.25, 0.25, 0.25], dtype=float32))
     """
+    if not callable(listener):
+        raise TypeError(f"patch_jax_nn: listener must be callable, got {listener!r}")
     token = _listener.set(listener)
     try:
         with _PATCH.active():

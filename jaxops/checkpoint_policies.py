@@ -54,7 +54,7 @@ def save_only_these_ops(*ops: str) -> Callable[..., bool]:
       ValueError: a name is none of an op's.
     """
     kernels = {name.removesuffix("_fwd"): kernel for name, kernel in KERNELS.items() if not name.endswith("_bwd")}
-    if unknown := [op for op in ops if op not in kernels]:
+    if unknown := [op for op in ops if not isinstance(op, str) or op not in kernels]:
         raise ValueError(f"save_only_these_ops: ops must be among {', '.join(kernels)}, got {unknown[0]!r}")
     saved = {kernels[op].primitive for op in ops}
 

@@ -39,6 +39,9 @@ def softmax_cases(op):
     yield case(TypeError, "x must be an array", op, "logits")
     yield case(TypeError, "x has dtype bool", op, bool_x)
     yield case(TypeError, "x has dtype bool", op, True, None)
+    yield case(TypeError, "x must be an array or a scalar of numbers, got dtype <U1", op, np.array(["a"]))
+    yield case(TypeError, "x must be an array or a scalar of numbers, got dtype object", op, np.array([None]))
+    yield case(OverflowError, "x must be an array or a scalar of numbers, got 1180591620717411303424", op, 2**70, None)
     yield case(TypeError, "x has dtype float8", op, jnp.ones(4, jnp.float8_e4m3fn))
     yield case(ValueError, "axis 2 is out of bounds", op, X, axis=2)
     yield case(ValueError, "axis -3 is out of bounds", op, X, axis=-3)
@@ -89,6 +92,7 @@ def norm_cases(op):
     yield case(TypeError, "epsilon must be a Python number, got a traced array", op, X, epsilon=Traced(1e-6))
     yield case(TypeError, "epsilon must be a Python number", op, X, epsilon="small")
     yield case(TypeError, "epsilon must be a Python number", op, X, epsilon=None)
+    yield case(TypeError, "epsilon must be a Python number", op, X, epsilon=10**400)
     yield case(TypeError, "epsilon must be a Python number", op, X, epsilon=1j)
     yield case(TypeError, "epsilon must be a Python number", op, X, epsilon=np.ones(3))
     yield case(ValueError, "epsilon must be finite and at least 0, got -1", op, X, epsilon=-1e-6)
@@ -123,9 +127,9 @@ def matmul_cases():
     op = "matmul"
     yield case(TypeError, "a must be an array", op, [[1.0]], SQUARE)
     yield case(TypeError, "b must be an array", op, SQUARE, [[1.0]])
-    yield case(ValueError, "operand 0", op, 1.0, SQUARE)
+    yield case(ValueError, r"a float32\[\], b float32\[4, 4\] do not fit together: .*operand 0", op, 1.0, SQUARE)
     yield case(ValueError, "operand 1", op, SQUARE, jnp.ones(()))
-    yield case(TypeError, "contracting dimensions", op, X, X)
+    yield case(TypeError, r"a float32\[3, 4\], b float32\[3, 4\] do not fit together: .*contracting", op, X, X)
     yield case(TypeError, "contracting dimensions", op, X, jnp.ones(3))
     yield case(ValueError, "matmul", op, jnp.ones((2, 3, 4)), jnp.ones((3, 4, 5)))
     yield case(ValueError, "activation must be one of None, 'relu'", op, X, SQUARE, activation="tanh")
@@ -136,9 +140,12 @@ def matmul_cases():
     yield case(TypeError, "bias must be an array", op, X, SQUARE, bias=[1.0] * 4)
     yield case(TypeError, "bias has dtype bool", op, X, SQUARE, bias=jnp.ones(4, bool))
     yield case(TypeError, "bias has dtype complex64", op, X, SQUARE, bias=jnp.ones(4, jnp.complex64))
-    yield case(ValueError, "(?i)precision", op, X, SQUARE, precision="exact")
-    yield case(ValueError, "(?i)precision", op, X, SQUARE, precision=3.5)
+    precision = "precision must be one that jax.numpy.matmul takes, got"
+    yield case(ValueError, f"{precision} 'exact'", op, X, SQUARE, precision="exact")
+    yield case(ValueError, f"{precision} 3.5", op, X, SQUARE, precision=3.5)
+    yield case(TypeError, f"{precision} {{}}", op, X, SQUARE, precision={})
     yield case(TypeError, "preferred_element_type", op, X, SQUARE, preferred_element_type="nonsense")
+    yield case(TypeError, "out_sharding must be a NamedSharding, a PartitionSpec or None", op, X, SQUARE, out_sharding="x")
     yield case(TypeError, "positional argument", op, X, SQUARE, None)
 
 
@@ -158,6 +165,7 @@ def dot_general_cases():
     yield case(TypeError, "dimension_numbers must be", op, X, SQUARE, ((("k",), (0,)), ((), ())))
     yield case(ValueError, "(?i)precision", op, X, SQUARE, NUMBERS, precision="exact")
     yield case(TypeError, "preferred_element_type", op, X, SQUARE, NUMBERS, preferred_element_type="nonsense")
+    yield case(TypeError, "out_sharding must be a NamedSharding", op, X, SQUARE, NUMBERS, out_sharding=3)
 
 
 CASES = [

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxops import _arguments as arguments
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.matmul import dot_general, matmul
 from jaxops.ops.rms_norm import rms_norm
@@ -17,7 +18,11 @@ from jaxops.ops.softmax import softmax
 
 def canonical_axes(axes: int | Sequence[int], rank: int) -> tuple[int, ...]:
     """The axes as ascending, non-negative integers, each once, as Flax counts them."""
-    return tuple(sorted({a % rank for a in ((axes,) if isinstance(axes, int) else axes)}))
+    given = (axes,) if isinstance(axes, int) else tuple(axes)
+    for a in given:
+        if not -rank <= a < rank:
+            raise ValueError(f"axis {a} is out of bounds for an array of {rank} dimensions")
+    return tuple(sorted({a % rank for a in given}))
 
 
 def why_no_norm(layer: Any) -> str | None:
@@ -55,7 +60,7 @@ def normalise(
     Args:
       x: real array.
       scale, bias: of the shape of x's feature axes, in ascending order.
-      mask: which positions count in the statistics; broadcasts to x's shape. Only where centred.
+      mask: boolean, which positions count in the statistics; broadcasts to x's shape. Only where centred.
       centred: LayerNorm, else RMSNorm.
       dtype: that of the result.
       residual: added to x first; the result is then the pair of the normalised sum and the sum.
@@ -65,7 +70,7 @@ def normalise(
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     options = {"axis": reduced, "epsilon": epsilon, "residual": residual}
     if mask is not None:
-        options["where"] = jnp.asarray(mask, bool)
+        options["where"] = mask
 
     def run(scale, bias, dtype):
         if centred:
@@ -115,6 +120,8 @@ def contract(
     batch = [inputs.shape[a] for a in batch_axes]
     free = [a for a in range(inputs.ndim) if a not in axes and a not in batch_axes]
     features = kernel.shape[len(batch) + len(axes) :]
+    if (needed := kernel.shape[: len(batch) + len(axes)]) != tuple(inputs.shape[a] for a in (*batch_axes, *axes)):
+        raise ValueError(f"inputs {inputs.shape} must have the kernel's sizes {needed} along {(*batch_axes, *axes)}")
     if preferred_element_type is None and bias is not None:  # a wider bias widens the result
         preferred_element_type = jnp.result_type(inputs, kernel, bias)
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
@@ -176,7 +183,7 @@ def visible_rows(mask: jax.Array, causal: bool) -> jax.Array:
 
 def _boolean_mask(mask: Any, rank: int) -> jax.Array:
     """The mask as a boolean array of the logits' rank."""
-    mask = jnp.asarray(mask).astype(bool)
+    mask = arguments.array("attention", "mask", mask).astype(bool)
     return mask.reshape((1,) * (rank - mask.ndim) + mask.shape)
 
 
@@ -199,6 +206,8 @@ def attention_weights(
       uniform: a query that sees no key has equal weights, as in Flax; else weights of 0 (see `restore_rows`).
     """
     logits = score(query, key)
+    if mask is not None:
+        arguments.joint_shape("attention", logits=logits.shape, mask=jnp.shape(mask))
     mask = None if mask is None else _boolean_mask(mask, logits.ndim)
     weights = softmax(logits, scale=query.shape[-1] ** -0.5, bias=bias, where=mask, causal=causal, dtype=dtype)
     if mask is None or not uniform:

@@ -18,6 +18,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from jaxops._kernel import warn_fallback
+from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
 from jaxops.ops.matmul import dot_general
@@ -41,6 +42,8 @@ _Model = TypeVar("_Model", bound=nnx.Module)
 
 
 def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nnx.Module], residual: Any) -> Any:
+    x = arguments.array(flax.__name__, "x", x)
+    mask = arguments.mask(flax.__name__, mask, x.shape)
     given = (layer.scale, layer.bias if centred else None)
     scale, bias = (value[...] if value else None for value in given)
     why = _functions.why_no_norm(layer) or _functions.why_no_norm_of(x, scale, bias)
@@ -51,7 +54,6 @@ def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn
         total = x if residual is None else x + residual
         y = flax.__call__(layer, total, mask=mask)
         return y if residual is None else (y, total)
-    x = jnp.asarray(x)
     arrays = (x, scale, bias) if centred else (x, scale)
     promoted, *parameters = layer.promote_dtype(arrays, dtype=layer.dtype)
     if layer.promote_dtype is not dtypes.promote_dtype:
@@ -171,6 +173,7 @@ class Linear(nnx.Linear):
         """`[..., in_features]` to `[..., out_features]`; with `out_sharding` the product is XLA's."""
         if _why_no_product(self):
             return nnx.Linear.__call__(self, inputs, out_sharding)
+        inputs = arguments.inputs("Linear", inputs)
         return _product(self, inputs, (inputs.ndim - 1,), (), self.activation, out_sharding)
 
 
@@ -194,7 +197,9 @@ class LinearGeneral(nnx.LinearGeneral):
             return projections[id(self)]
         if _why_no_product(self):
             return nnx.LinearGeneral.__call__(self, inputs, out_sharding)
-        axes, batch_axes = (tuple(sorted(a % inputs.ndim for a in named)) for named in (self.axis, self.batch_axis))
+        inputs = arguments.inputs("LinearGeneral", inputs)
+        named = (self.axis, self.batch_axis)
+        axes, batch_axes = (_functions.canonical_axes(axes, inputs.ndim) for axes in named)
         return _product(self, inputs, axes, batch_axes, None, out_sharding)
 
 
@@ -207,6 +212,7 @@ _projections: contextvars.ContextVar[dict[int, jax.Array] | None] = contextvars.
 # Attention
 
 
+@arguments.checked
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
@@ -257,11 +263,7 @@ def dot_product_attention(
       >>> fast.dot_product_attention(x, x, x, is_causal=True)[0]
       Array([[0., 1.]], dtype=float32)
     """
-    if not 0 <= dropout_rate < 1:
-        raise ValueError(f"attention: dropout_rate must be in [0, 1), got {dropout_rate}")
     drops = not deterministic and dropout_rate > 0
-    if drops and dropout_rng is None:
-        raise ValueError(f"attention: dropout_rate={dropout_rate} needs a dropout_rng, or deterministic=True")
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     heads, groups = query.shape[-2], key.shape[-2]
     if query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1] or heads % groups:
@@ -313,6 +315,7 @@ def dot_product_attention(
     )
 
 
+@arguments.checked
 def dot_product_attention_with_rope(
     query: jax.Array,
     key: jax.Array,
@@ -429,6 +432,7 @@ def _swap_layer(layer: nnx.Module, products: bool = True) -> None:
     object.__setattr__(layer, "__class__", _SWAPS[type(layer)])
 
 
+@arguments.checked
 def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_Model, SwapReport]:
     """The same nnx model running on jaxops.
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxops import _arguments as arguments
 from jaxops._kernel import warn_fallback
@@ -216,8 +215,7 @@ def apply(
 ) -> jax.Array:
     """Checks the arguments and runs the kernels, or `reference` for complex x."""
     x = arguments.float_array(op, "x", x)
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
+    causal = arguments.flag(op, "causal", causal)
     if not x.ndim and axis is not None:
         arguments.axes(op, axis, 0)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

@@ -47,10 +47,20 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
         preferred = None if preferred is None else np.dtype(preferred)
     except TypeError as error:
         raise TypeError(f"{op}: preferred_element_type must be a dtype or None, got {preferred!r}") from error
-    precision = tuple(precision) if isinstance(precision, list) else precision
+    precision = arguments.precision(op, "precision", precision)
+    if not isinstance(out_sharding, jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None):
+        accepted = "a NamedSharding, a PartitionSpec or None"
+        raise TypeError(f"{op}: out_sharding must be {accepted}, got {out_sharding!r}")
     reference = _Reference(dimension_numbers, precision, preferred)
     avals = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b))
-    out = _reference_shape(reference, *avals, jax.config.jax_enable_x64)
+    try:
+        out = _reference_shape(reference, *avals, jax.config.jax_enable_x64)
+    except (TypeError, ValueError) as error:
+        names = ("a", "b") if dimension_numbers is None else ("lhs", "rhs")
+        given = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in zip(names, (a, b), strict=True))
+        given += f", dimension_numbers {dimension_numbers}" if dimension_numbers is not None else ""
+        given += f", preferred_element_type {preferred}" if preferred is not None else ""
+        raise type(error)(f"{op}: {given} do not fit together: {error}") from error
     dtypes, names = (a.dtype, b.dtype), {a.dtype.name, b.dtype.name}
     wanted = precision_of(precision)
     if names <= set(EIGHT_BITS):

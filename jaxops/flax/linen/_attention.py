@@ -15,10 +15,12 @@ from flax import linen as nn
 from flax.linen import dtypes
 
 from jaxops._patch import Replacement
+from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.ops.matmul import dot_general
 
 
+@arguments.checked
 def dot_product_attention_weights(
     query: jax.Array,
     key: jax.Array,
@@ -129,6 +131,7 @@ def _check_query_key(query: jax.Array, key: jax.Array) -> None:
         )
 
 
+@arguments.checked
 def dot_product_attention(
     query: jax.Array,
     key: jax.Array,

@@ -14,6 +14,7 @@ from flax.core import meta
 from flax.linen import dtypes
 
 from jaxops._kernel import warn_fallback
+from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 
 
@@ -30,6 +31,8 @@ def why_no_norm(layer: Any) -> str | None:
 
 
 def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn.Module], residual: Any = None) -> Any:
+    x = arguments.array(flax.__name__, "x", x)
+    mask = arguments.mask(flax.__name__, mask, x.shape)
     why = why_no_norm(layer) or _functions.why_no_norm_of(x)
     if not centred and mask is not None:
         why = why or "a mask has no kernel"
@@ -43,7 +46,7 @@ def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn
     use_bias = centred and layer.use_bias
     bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype) if use_bias else None
     return _functions.normalise(
-        jnp.asarray(x),
+        x,
         scale,
         bias,
         mask,
@@ -119,7 +122,8 @@ def why_no_product(layer: Any) -> str | None:
 
 
 def dense(self: Any, inputs: jax.Array, activation: str | None = None) -> jax.Array:
-    shape = (jnp.shape(inputs)[-1], self.features)
+    inputs = arguments.inputs("Dense", inputs)
+    shape = (inputs.shape[-1], self.features)
     kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
     bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
     inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
@@ -146,7 +150,8 @@ def _as_tuple(value: Any) -> tuple[int, ...]:
 
 def dense_general(self: Any, inputs: jax.Array) -> jax.Array:
     features, batch_axes = _as_tuple(self.features), _as_tuple(self.batch_dims)
-    axes = tuple(sorted(a % inputs.ndim for a in _as_tuple(self.axis)))
+    inputs = arguments.inputs("DenseGeneral", inputs)
+    axes = _functions.canonical_axes(_as_tuple(self.axis), inputs.ndim)
     if set(batch_axes) != set(range(len(batch_axes))):
         raise ValueError(f"DenseGeneral: batch_dims must be the leading axes 0, 1, ..., got {batch_axes}")
     batch, contracted = ([inputs.shape[a] for a in named] for named in (sorted(batch_axes), axes))

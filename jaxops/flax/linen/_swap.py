@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax.core import meta
 
 from jaxops._patch import patch_jax_nn
+from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
 from jaxops.flax.linen._attention import dot_product_attention, known_causal_masks
@@ -168,6 +169,7 @@ def _own_parameters(module: nn.Module) -> list[str]:
     return sorted(name for name, value in parameters.items() if not isinstance(value, Mapping))
 
 
+@arguments.checked
 @contextlib.contextmanager
 def swapped(*, functions: bool = True, products: bool = True) -> Iterator[SwapReport]:
     """A scope in which linen models run on jaxops.
@@ -245,6 +247,7 @@ def _swapped_class(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
+@arguments.checked
 def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
     """The same linen model running on jaxops.
 

@@ -1,0 +1,131 @@
+"""Checks of the arguments that functions and layers of linen and nnx have in common, by the arguments' names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxops import _arguments as arguments
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def array(where: str, name: str, value: Any) -> jax.Array:
+    """What Flax takes for an array: whatever jax.numpy does."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{where}: {name} must be an array, got {type(value).__name__}") from error
+
+
+def inputs(where: str, value: Any) -> jax.Array:
+    """A layer's inputs, the last axis of which are features."""
+    value = array(where, "inputs", value)
+    if not value.ndim:
+        raise ValueError(f"{where}: inputs must have at least 1 dimension, the features, got shape ()")
+    return value
+
+
+def mask(where: str, value: Any, shape: Sequence[int]) -> jax.Array | None:
+    """A mask of x, of the given shape, as booleans."""
+    if value is None:
+        return None
+    value = array(where, "mask", value).astype(bool)
+    if arguments.joint_shape(where, x=shape, mask=value.shape) != tuple(shape):
+        raise ValueError(f"{where}: mask must broadcast to x's shape {shape}, got {value.shape}")
+    return value
+
+
+def _heads(where: str, name: str, value: Any) -> None:
+    if arguments.array(where, name, value).ndim < 3:
+        raise ValueError(f"{where}: {name} must be [batch..., tokens, heads, features], got shape {value.shape}")
+
+
+def _optional_array(where: str, name: str, value: Any) -> None:
+    if value is not None:
+        arguments.array(where, name, value)
+
+
+def _callable(where: str, name: str, value: Any) -> None:
+    if not callable(value):
+        raise TypeError(f"{where}: {name} must be callable, got {value!r}")
+
+
+def _optional_callable(where: str, name: str, value: Any) -> None:
+    if value is not None:
+        _callable(where, name, value)
+
+
+def _rate(where: str, name: str, value: Any) -> None:
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{where}: {name} must be a Python number, got {value!r}")
+    if not 0 <= value < 1:
+        raise ValueError(f"{where}: {name} must be in [0, 1), got {value}")
+
+
+def _key(where: str, name: str, value: Any) -> None:
+    keys = jax.dtypes.prng_key
+    if value is not None and not (
+        isinstance(value, jax.Array | np.ndarray) and (value.dtype == np.uint32 or jnp.issubdtype(value.dtype, keys))
+    ):
+        raise TypeError(f"{where}: {name} must be a key of jax.random or None, got {value!r}")
+
+
+def _dtype(where: str, name: str, value: Any) -> None:
+    if value is not None:
+        arguments.result_dtype(where, value, None, name)
+
+
+def _module(where: str, name: str, value: Any) -> None:
+    if value is not None and not hasattr(value, "sow"):
+        raise TypeError(f"{where}: {name} must be a Flax module or None, got {value!r}")
+
+
+def _positions(where: str, name: str, value: Any) -> None:
+    if value is not None and not jnp.issubdtype(arguments.array(where, name, value).dtype, jnp.integer):
+        raise TypeError(f"{where}: {name} must be integers or None, got dtype {value.dtype}")
+
+
+_CHECKS: dict[str, Callable[[str, str, Any], Any]] = {
+    **dict.fromkeys(("query", "key", "value"), _heads),
+    **dict.fromkeys(("bias", "mask"), _optional_array),
+    **dict.fromkeys(("broadcast_dropout", "deterministic", "force_fp32_for_softmax"), arguments.flag),
+    **dict.fromkeys(("causal", "is_causal", "functions", "products", "copy"), arguments.flag),
+    **dict.fromkeys(("einsum_dot_general", "einsum"), _optional_callable),
+    **dict.fromkeys(("qk_attn_weights_einsum", "attn_weights_value_einsum"), _optional_callable),
+    **dict.fromkeys(("promote_dtype", "dot_general", "rope"), _callable),
+    "dropout_rate": _rate,
+    "dropout_rng": _key,
+    "dtype": _dtype,
+    "precision": arguments.precision,
+    "module": _module,
+    "input_positions": _positions,
+}
+
+
+def checked(function: _Function) -> _Function:
+    """The function, which checks those of its arguments whose names have a check."""
+    signature, where = inspect.signature(function), function.__name__
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        try:
+            given = signature.bind(*args, **options).arguments
+        except TypeError as error:
+            raise TypeError(f"{where}: {error}") from None
+        for name, value in given.items():
+            if name in _CHECKS:
+                _CHECKS[name](where, name, value)
+        if given.get("dropout_rate", 0) > 0 and not given.get("deterministic") and given.get("dropout_rng") is None:
+            rate = given["dropout_rate"]
+            raise ValueError(f"{where}: dropout_rate={rate} needs a dropout_rng, or deterministic=True")
+        return function(*args, **options)
+
+    return call

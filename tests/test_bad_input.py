@@ -1,0 +1,315 @@
+"""Every argument of every public function and layer has bad input, which raises an error that names it.
+
+tests/test_errors.py has the cases of the ops; here are those of everything else, and the count of all.
+"""
+
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_errors
+from flax import linen as flax_linen
+from flax import nnx as flax_nnx
+
+import jaxops
+from jaxops.flax import linen, nnx
+
+X, SQUARE, Q = jnp.ones((3, 4)), jnp.ones((4, 4)), jnp.ones((2, 5, 3, 4))
+KEY = jax.random.key(0)
+
+
+def rngs():
+    return flax_nnx.Rngs(0)
+
+
+class Case:
+    """A call that must raise `error` with a message that names `argument` and says `match`."""
+
+    def __init__(self, argument, error, match, call):
+        self.argument, self.error, self.match, self.call = argument, error, match, call
+
+
+def wrong(call, **arguments):
+    """Cases of one function: each argument with (error, match, values...)."""
+    for name, (error, match, *values) in arguments.items():
+        for value in values:
+            yield Case(name, error, match, functools.partial(call, **{name: value}))
+
+
+def attention(function, *operands, **more):
+    """What the attention functions have in common; operands: how many arrays."""
+    good = dict(zip(("query", "key", "value"), [Q] * len(operands), strict=False))
+
+    def call(**bad):
+        return function(**good | bad)
+
+    def drop(**bad):
+        return function(**good | {"dropout_rate": 0.5, "dropout_rng": KEY} | bad)
+
+    flag = (TypeError, "must be True or False, got", "no", 1, None)
+    for name in operands:
+        yield from wrong(call, **{name: (TypeError, "must be an array", [[1.0]], None, "q")})
+        yield from wrong(call, **{name: (ValueError, "must be .batch..., tokens, heads, features.*shape", jnp.ones(4))})
+        yield from wrong(call, **{name: (ValueError, r"\(2, 5, 3, 4\)", jnp.ones((3, 5, 3, 4)))})
+    yield from wrong(
+        call,
+        bias=(ValueError, r"do not broadcast.*\(2, 3, 5, 5\).*\(7,\)", jnp.ones(7)),
+        mask=(ValueError, r"do not broadcast.*\(2, 3, 5, 5\).*\(7,\)", jnp.ones(7, bool)),
+        dropout_rate=(ValueError, r"must be in \[0, 1\), got", -0.1, 1.0, 1.5),
+        dropout_rng=(TypeError, "must be a key of jax.random or None, got", 3.5, "key"),
+        dtype=(TypeError, "must be one of float64, float32", "nonsense", int, 3),
+        precision=(ValueError, "must be one that jax.numpy.matmul takes, got", "exact", 3.5, ("highest",)),
+        module=(TypeError, "must be a Flax module or None, got", 3),
+        **dict.fromkeys(("broadcast_dropout", "deterministic"), flag),
+        **more,
+    )
+    yield from wrong(call, **dict.fromkeys(("bias", "mask"), (TypeError, "must be an array", "b", [[1.0]])))
+    yield from wrong(call, dropout_rate=(TypeError, "must be a Python number, got", "x", None, 1j))
+    yield from wrong(drop, dropout_rng=(ValueError, "dropout_rate=0.5 needs a dropout_rng", None))
+
+
+FLAG = (TypeError, "must be True or False, got", "no", 1, None)
+CALLABLE = (TypeError, "must be callable, got", 3, None)
+OPTIONAL_CALLABLE = (TypeError, "must be callable, got", 3)
+
+
+def layer_calls(create, *, norm):
+    """Calls of a layer, whose features are 4; create: a function that makes a callable of it."""
+    if norm:
+        yield from wrong(
+            lambda x=X, **options: create()(x, **options),
+            x=(TypeError, "x must be an array, got", "x", None),
+            residual=(TypeError, "residual must be an array or a scalar, got", "r", [1.0]),
+            mask=(TypeError, "mask must be an array, got", "m"),
+        )
+        yield from wrong(
+            lambda **options: create()(X, **options),
+            residual=(ValueError, r"residual must have x's shape \(3, 4\), got", jnp.ones(4), 1.0),
+            mask=(ValueError, r"mask", jnp.ones((3, 5), bool), jnp.ones((2, 3, 4), bool)),
+        )
+    else:
+        yield from wrong(create(), inputs=(TypeError, "inputs must be an array, got", "x", None))
+        yield from wrong(create(), inputs=(ValueError, "inputs must have at least 1 dimension", 1.0))
+
+
+def linen_layer(layer):
+    return lambda: lambda *args, **options: layer.init_with_output(KEY, *args, **options)
+
+
+ACTIVATION = (ValueError, "must be one of None, 'relu'.*got", "tanh", jax.nn.relu, 3)
+
+CASES = {
+    "jaxops.disabled_checks": [],
+    "jaxops.explain": [
+        *wrong(lambda function: jaxops.explain(function, X), function=(TypeError, "must be callable, got int", 3)),
+        *wrong(
+            lambda platform: jaxops.explain(jaxops.softmax, X, platform=platform),
+            platform=(ValueError, "must be one of cpu, cuda, rocm, tpu or None, got", "gpu", 3, ("cpu",)),
+        ),
+    ],
+    "jaxops.patch_jax_nn": list(
+        wrong(lambda listener: jaxops.patch_jax_nn(listener).__enter__(), listener=(TypeError, "callable, got", 3, None))
+    ),
+    "jaxops.checkpoint_policies.save_only_these_ops": list(
+        wrong(
+            lambda ops: jaxops.checkpoint_policies.save_only_these_ops(ops),
+            ops=(ValueError, "must be among layer_norm, .*got", "relu", 3, ["matmul"]),
+        )
+    ),
+    "jaxops.flax.linen.dot_product_attention": [
+        *attention(
+            linen.dot_product_attention,
+            "query",
+            "key",
+            "value",
+            **dict.fromkeys(("force_fp32_for_softmax", "causal"), FLAG),
+            **dict.fromkeys(
+                ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum"), OPTIONAL_CALLABLE
+            ),
+        ),
+        Case(
+            "qk_attn_weights_einsum",
+            ValueError,
+            "must be given together",
+            lambda: linen.dot_product_attention(Q, Q, Q, qk_attn_weights_einsum=jnp.einsum),
+        ),
+    ],
+    "jaxops.flax.linen.dot_product_attention_weights": [
+        *attention(
+            linen.dot_product_attention_weights,
+            "query",
+            "key",
+            **dict.fromkeys(("force_fp32_for_softmax", "causal"), FLAG),
+            **dict.fromkeys(("einsum_dot_general", "einsum"), OPTIONAL_CALLABLE),
+        ),
+        Case(
+            "einsum",
+            ValueError,
+            "exclude each other",
+            lambda: linen.dot_product_attention_weights(Q, Q, einsum=jnp.einsum, precision="highest"),
+        ),
+    ],
+    "jaxops.flax.nnx.dot_product_attention": list(
+        attention(
+            nnx.dot_product_attention,
+            "query",
+            "key",
+            "value",
+            is_causal=FLAG,
+            promote_dtype=CALLABLE,
+            dot_general=CALLABLE,
+        )
+    ),
+    "jaxops.flax.nnx.dot_product_attention_with_rope": [
+        *attention(
+            functools.partial(nnx.dot_product_attention_with_rope, rope=lambda x, positions: x), "query", "key", "value"
+        ),
+        *wrong(lambda rope: nnx.dot_product_attention_with_rope(Q, Q, Q, rope=rope), rope=CALLABLE),
+        *wrong(
+            lambda input_positions: nnx.dot_product_attention_with_rope(
+                Q, Q, Q, rope=lambda x, positions: x, input_positions=input_positions
+            ),
+            input_positions=(TypeError, "input_positions must be", "x", jnp.ones(5)),
+        ),
+    ],
+    "jaxops.flax.linen.swap": [
+        *wrong(linen.swap, model=(TypeError, "must be a flax.linen module, got", 3, jnp.ones, None)),
+        *wrong(lambda products: linen.swap(flax_linen.Dense(3), products=products), products=FLAG),
+        Case("model", TypeError, "bound to variables", lambda: linen.swap(flax_linen.Dense(3).bind({}))),
+    ],
+    "jaxops.flax.linen.swapped": list(wrong(linen.swapped, functions=FLAG, products=FLAG)),
+    "jaxops.flax.nnx.swap": [
+        *wrong(nnx.swap, model=(TypeError, "must be a flax.nnx module, got", 3, flax_linen.Dense(3))),
+        *wrong(
+            lambda **options: nnx.swap(flax_nnx.Linear(3, 4, rngs=rngs()), **options), copy=FLAG, products=FLAG
+        ),
+    ],
+    "jaxops.flax.linen.LayerNorm": list(layer_calls(linen_layer(linen.LayerNorm()), norm=True)),
+    "jaxops.flax.linen.RMSNorm": list(layer_calls(linen_layer(linen.RMSNorm()), norm=True)),
+    "jaxops.flax.linen.Dense": [
+        *layer_calls(linen_layer(linen.Dense(3)), norm=False),
+        *wrong(lambda activation: linen.Dense(3, activation=activation).init(KEY, X), activation=ACTIVATION),
+        Case(
+            "activation",
+            ValueError,
+            "is part of the kernel, but dot_general= is given",
+            lambda: linen.Dense(3, activation="relu", dot_general=jax.lax.dot_general).init(KEY, X),
+        ),
+    ],
+    "jaxops.flax.linen.DenseGeneral": [
+        *layer_calls(linen_layer(linen.DenseGeneral(3)), norm=False),
+        Case("axis", ValueError, "axis 5 is out of bounds", lambda: linen.DenseGeneral(3, axis=5).init(KEY, X)),
+    ],
+    "jaxops.flax.linen.MultiHeadDotProductAttention": [],
+    "jaxops.flax.linen.MultiHeadAttention": [],
+    "jaxops.flax.nnx.LayerNorm": list(layer_calls(lambda: nnx.LayerNorm(4, rngs=rngs()), norm=True)),
+    "jaxops.flax.nnx.RMSNorm": list(layer_calls(lambda: nnx.RMSNorm(4, rngs=rngs()), norm=True)),
+    "jaxops.flax.nnx.Linear": [
+        *layer_calls(lambda: nnx.Linear(4, 3, rngs=rngs()), norm=False),
+        *wrong(nnx.Linear(4, 3, rngs=rngs()), inputs=(ValueError, r"inputs \(3, 5\) must have", jnp.ones((3, 5)))),
+        *wrong(
+            lambda out_sharding: nnx.Linear(4, 3, rngs=rngs())(X, out_sharding=out_sharding),
+            out_sharding=(TypeError, "out_sharding", "x", 3),
+        ),
+        *wrong(lambda activation: nnx.Linear(4, 3, activation=activation, rngs=rngs())(X), activation=ACTIVATION),
+    ],
+    "jaxops.flax.nnx.LinearGeneral": [
+        *layer_calls(lambda: nnx.LinearGeneral(4, 3, rngs=rngs()), norm=False),
+        *wrong(
+            nnx.LinearGeneral(4, 3, rngs=rngs()), inputs=(ValueError, r"inputs \(3, 5\) must have", jnp.ones((3, 5)))
+        ),
+        *wrong(
+            lambda out_sharding: nnx.LinearGeneral(4, 3, rngs=rngs())(X, out_sharding=out_sharding),
+            out_sharding=(TypeError, "out_sharding", "x", 3),
+        ),
+    ],
+    "jaxops.flax.nnx.MultiHeadAttention": [],
+}
+
+#: What users get but do not call, and what JAX calls.
+RESULTS = {"Explanation", "FallbackWarning", "SwapReport", "dots_saveable", "dots_with_no_batch_dims_saveable"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name):
+    """The messages name the argument, or show its value in the name's place, at trace time."""
+    for case in CASES[name]:
+        with pytest.raises(case.error) as caught:
+            jax.eval_shape(lambda call=case.call: call())
+        message = str(caught.value)
+        assert case.argument in message, f"{case.argument}: {message}"
+        assert re.search(case.match, message, re.DOTALL), f"{case.argument}: {message}"
+
+
+def public():
+    """Every public function and class by its full name."""
+    for module, names in (
+        (jaxops, jaxops.__all__),
+        (jaxops.checkpoint_policies, policies()),
+        (linen, linen.__all__),
+        (nnx, nnx.__all__),
+    ):
+        for name in names:
+            value = getattr(module, name)
+            if callable(value) and name not in RESULTS:
+                yield f"{module.__name__}.{name}", value
+
+
+def policies():
+    module = jaxops.checkpoint_policies
+    return [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+
+
+def parameters(value):
+    """The names of the arguments that are jaxops' own: a layer's constructor has Flax's own besides."""
+    if not inspect.isclass(value):
+        return named(value)
+    flax = next(base for base in value.__mro__ if base.__module__.startswith("flax."))
+    own_call = named(value.__call__) - {"self"} if "__call__" in vars(value) else set()
+    return (named(value) - named(flax)) | own_call
+
+
+def named(function):
+    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {p.name for p in inspect.signature(function).parameters.values() if p.kind not in kinds or p.name == "ops"}
+
+
+def covered(name):
+    """The arguments of which a case has bad input: cases of the ops say in `match` which they mean."""
+    if name in CASES:
+        return {case.argument for case in CASES[name]}
+    op = name.removeprefix("jaxops.")
+    matches = [param.values[1] for param in test_errors.CASES if param.values[2] == op]
+    return {word for match in matches for word in re.findall(r"\w+", match)}
+
+
+@pytest.mark.parametrize("name, value", [pytest.param(*pair, id=pair[0]) for pair in public()])
+def test_every_argument_has_bad_input(name, value):
+    """A new argument needs a case."""
+    missing = parameters(value) - covered(name)
+    assert not missing, f"{name}: no bad input for {sorted(missing)}"
+
+
+def test_every_case_is_of_something_public():
+    assert set(CASES) <= dict(public()).keys()
+
+
+# --- unsupported devices and options: a warning that says so once ---
+
+
+def test_a_fallback_is_said_once(monkeypatch, recwarn):
+    monkeypatch.setattr(jaxops._kernel, "_said", set())
+    for _ in range(3):
+        jax.clear_caches()
+        jaxops.matmul(jnp.ones((2, 2), np.int8), jnp.ones((2, 2), np.int8))
+    assert [w.category for w in recwarn.list] == [jaxops.FallbackWarning]
+
+
+def test_an_ignored_float64_is_said():
+    """Without x64 mode JAX has no float64."""
+    with pytest.warns(UserWarning, match="softmax: dtype float64 is float32 unless jax_enable_x64 is set"):
+        assert jaxops.softmax(X, dtype=np.float64).dtype == np.float32
