@@ -200,7 +200,7 @@ class Errors:
             units, exact = oracle.error(mine, wanted), wanted.value
             if values == "normal":
                 finite = np.isfinite(exact)
-                off, exact = (oracle.wide(mine) - exact)[finite], exact[finite]
+                off, exact = (oracle.wide(mine, exact.dtype) - exact)[finite], exact[finite]
                 eps = oracle.eps(mine.dtype)
             if i >= count:
                 self.gradient_units = max(self.gradient_units, units)

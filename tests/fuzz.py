@@ -35,7 +35,7 @@ EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 LIMITS = {"value": 4.0, "vjp": 8.0, "jvp": 8.0}
 
 #: Calls in one program, and how often each is run with other numbers: a call with its numbers is a case.
-CALLS, DRAWS = 12, 4
+CALLS, DRAWS = 12, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _numbers(case: Case, values, rng, name, shape, dtype):
         return rng.integers(-5, 5, shape).astype(dtype)
     if case.op.endswith("norm") and name in ("scale", "bias"):
         return draw("normal", rng, shape, dtype, 1.0)
-    if name in ("scale", "bias"):
+    if name.endswith("scale") or name == "bias":
         return (2 * rng.standard_normal(shape)).astype(dtype)
     # Squares and products must not overflow.
     largest = 1e30 if case.op.endswith("softmax") else 1e100 if dtype == "float64" else 1e15
@@ -163,7 +163,8 @@ def _axes(axis, rank) -> tuple[int, ...]:
 def _call(case: Case, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     options = dict(case.options)
     if case.op == "matmul":
-        out = jaxops.matmul(arrays["a"], arrays["b"], bias=arrays.get("bias"), **options)
+        rest = {name: x for name, x in arrays.items() if name not in ("a", "b")}
+        out = jaxops.matmul(arrays["a"], arrays["b"], **rest, **options)
     elif case.op == "dot_general":
         out = jaxops.dot_general(arrays["a"], arrays["b"], options.pop("numbers"), **options)
     else:
@@ -475,6 +476,9 @@ def _matmul_case(draw, op, floats):
     if draw(st.booleans()):
         out = np.broadcast_shapes(a[:-2], b[:-2]) + a[-2:-1] + (b[-1:] if len(b) > 1 else ())
         operands.append(("bias", draw(_broadcast(out)), draw(st.sampled_from(floats))))
+    for name in ("lhs_scale", "rhs_scale"):
+        if draw(st.integers(0, 5)) == 0:
+            operands.append((name, (), "float64" if "float64" in floats else "float32"))
     if draw(st.booleans()):
         options.append(("activation", draw(st.sampled_from(("relu", "gelu", "gelu_exact", "silu")))))
     common = draw(_common(operands, _MATMUL_VALUES, derivatives=dtypes[0] not in EIGHT_BITS))

@@ -26,9 +26,9 @@ class Wanted(NamedTuple):
     noise: np.ndarray
 
 
-def wide(x) -> np.ndarray:
+def wide(x, dtype=WIDE) -> np.ndarray:
     x = np.asarray(x)
-    return (x if x.dtype.kind in "fiub" else x.astype(np.float64)).astype(WIDE)
+    return (x if x.dtype.kind in "fiub" else x.astype(np.float64)).astype(dtype)
 
 
 def eps(*dtypes) -> float:
@@ -55,12 +55,13 @@ def error(got, wanted: Wanted, ord=np.inf) -> float:
     value, noise = np.broadcast_to(wanted.value, got.shape), np.broadcast_to(wanted.noise, got.shape)
     assert got.shape == np.shape(wanted.value), f"shape {got.shape} instead of {np.shape(wanted.value)}"
     precision = jnp.finfo(got.dtype)
-    limit, eps_ = WIDE(float(precision.max)), WIDE(float(precision.eps))
+    real = np.float64 if precision.bits < 64 else WIDE
+    limit = real(float(precision.max))
     with np.errstate(all="ignore"):
-        unit = eps_ * np.abs(value) + noise + WIDE(float(precision.smallest_subnormal))
+        unit = real(float(precision.eps)) * np.abs(value) + noise + real(float(precision.smallest_subnormal))
         sure = ~(np.isfinite(value) & ~(np.abs(value) + 4 * unit < limit))  # neither finite nor infinite for sure
         special = sure & ~np.isfinite(value)
-        mine = wide(got)
+        mine = wide(got, real)
         if not np.array_equal(mine[special], value[special], equal_nan=True):
             return math.inf
         finite = sure & ~special
@@ -90,7 +91,20 @@ def _finite(x):
     return np.where(np.isfinite(x), x, 0)
 
 
-class Logits:
+class _Oracle:
+    """Computes in float64; where the op does so itself, in numpy's widest float."""
+
+    acc: np.dtype
+
+    @property
+    def real(self):
+        return WIDE if self.acc == np.float64 else np.float64
+
+    def wide(self, x) -> np.ndarray:
+        return wide(x, self.real)
+
+
+class Logits(_Oracle):
     """softmax or log_softmax of x scale + bias, of the operands' joint shape.
 
     Args:
@@ -110,12 +124,12 @@ class Logits:
         if causal:
             self.mask = self.mask & np.tril(np.ones(self.shape[-2:], bool))
         with np.errstate(all="ignore"):
-            self.x = np.where(self.mask, wide(x), 0)
-            self.scale = WIDE(1) if scale is None else wide(scale)
-            z, size = self.x * self.scale, np.zeros(self.shape, WIDE)
+            self.x = np.where(self.mask, self.wide(x), 0)
+            self.scale = self.real(1) if scale is None else self.wide(scale)
+            z, size = self.x * self.scale, np.zeros(self.shape, self.real)
             if scale is not None or bias is not None:
-                size = np.abs(z) + (0 if bias is None else np.abs(wide(bias)))
-            z = np.where(self.mask, z if bias is None else z + wide(bias), -np.inf)
+                size = np.abs(z) + (0 if bias is None else np.abs(self.wide(bias)))
+            z = np.where(self.mask, z if bias is None else z + self.wide(bias), -np.inf)
             self.shifted = z - z.max(axes, keepdims=True, initial=-np.inf)
             exponentials = np.where(self.mask, np.exp(self.shifted), 0)
             total = self._sum(exponentials)
@@ -148,7 +162,7 @@ class Logits:
     def vjp(self, dy) -> dict[str, Wanted]:
         p, (relative, absolute) = self.p, self._relative_in_products()
         with np.errstate(all="ignore"):
-            dy = self._visible(wide(dy))
+            dy = self._visible(self.wide(dy))
             size = np.abs(dy)
             if self.op == "softmax":
                 total = self._sum(p * size)
@@ -173,7 +187,7 @@ class Logits:
 
     def jvp(self, tangents: dict[str, np.ndarray]) -> tuple[Wanted, ...]:
         p, (relative, absolute) = self.p, self._relative_in_products()
-        given = {name: wide(t) for name, t in tangents.items()}
+        given = {name: self.wide(t) for name, t in tangents.items()}
         with np.errstate(all="ignore"):
             terms = [given["x"] * self.scale] if "x" in given else []
             if "scale" in given:
@@ -194,7 +208,7 @@ class Logits:
             return (Wanted(self._visible(dy), self._visible(noise)),)
 
 
-class Norm:
+class Norm(_Oracle):
     """layer_norm or rms_norm; the parameters have the shape of the normalised axes.
 
     Args:
@@ -216,20 +230,20 @@ class Norm:
             with np.errstate(over="ignore"):
                 x = (x.astype(acc) + self.operands["residual"].astype(acc)).astype(self.kernel_dtype)
         self.total = total
-        self.x = wide(x)
+        self.x = self.wide(x)
         self.expanded = [d if a in axes else 1 for a, d in enumerate(x.shape)]
         self.scale, self.bias = (
-            WIDE(default) if value is None else wide(value).reshape(self.expanded)
+            self.real(default) if value is None else self.wide(value).reshape(self.expanded)
             for value, default in ((scale, 1), (bias, 0))
         )
         self.counts = np.broadcast_to(True if where is None else np.asarray(where), x.shape)
         with np.errstate(all="ignore"):
-            mean = self._mean(self.x) if op == "layer_norm" else WIDE(0)
+            mean = self._mean(self.x) if op == "layer_norm" else self.real(0)
             deviations = self.x - mean
-            self.rstd = 1 / np.sqrt(self._mean(np.square(deviations)) + WIDE(epsilon))
+            self.rstd = 1 / np.sqrt(self._mean(np.square(deviations)) + self.real(epsilon))
             self.normal = deviations * self.rstd
             # Noise of the normalised values: their own, that of the mean, and denormal operands, which count as 0.
-            offset = np.sqrt(self._mean(np.square(self.x))) if op == "layer_norm" else WIDE(0)
+            offset = np.sqrt(self._mean(np.square(self.x))) if op == "layer_norm" else self.real(0)
             self.noise = eps(acc) * (np.abs(self.normal) + offset * self.rstd)
             self.noise = self.noise + max(map(tiny, (acc, *(v.dtype for v in self.operands.values())))) * self.rstd
 
@@ -238,7 +252,7 @@ class Norm:
 
     def _mean(self, values):
         """Over the positions that count."""
-        return self._sum(np.where(self.counts, values, 0)) / self._sum(self.counts.astype(WIDE))
+        return self._sum(np.where(self.counts, values, 0)) / self._sum(self.counts.astype(self.real))
 
     def value(self) -> tuple[Wanted, ...]:
         with np.errstate(all="ignore"):
@@ -249,10 +263,10 @@ class Norm:
         return (y, Wanted(self.x, np.full_like(self.x, flushed))) if "residual" in self.operands else (y,)
 
     def vjp(self, dy, dsum=None) -> dict[str, Wanted]:
-        dy = wide(dy)
+        dy = self.wide(dy)
         with np.errstate(all="ignore"):
             g, normal = dy * self.scale, self.normal
-            size, count = np.abs(g), self._sum(self.counts.astype(WIDE))
+            size, count = np.abs(g), self._sum(self.counts.astype(self.real))
             product, total = self._sum(g * normal) / count, self._sum(g) / count
             sizes = self._sum(size * np.abs(normal)) / count, self._sum(size) / count
             noisy = self._sum(size * self.noise) / count
@@ -263,7 +277,7 @@ class Norm:
                 through, noise = through + total, noise + eps(self.acc) * sizes[1]
             dx, noise = self.rstd * (g - np.where(self.counts, through, 0)), self.rstd * noise
             if dsum is not None:
-                dx, noise = dx + wide(dsum), noise + eps(self.acc) * np.abs(wide(dsum))
+                dx, noise = dx + self.wide(dsum), noise + eps(self.acc) * np.abs(self.wide(dsum))
             # It is computed in the dtype of x + residual.
             noise = noise + eps(self.total) * np.abs(dx) + 4 * float(jnp.finfo(self.total).smallest_subnormal)
             found = {name: Wanted(dx, noise) for name in ("x", "residual") if name in self.operands}
@@ -277,14 +291,14 @@ class Norm:
             return found
 
     def jvp(self, tangents: dict[str, np.ndarray]) -> tuple[Wanted, ...]:
-        given = {name: wide(t) for name, t in tangents.items()}
+        given = {name: self.wide(t) for name, t in tangents.items()}
         zero = np.zeros_like(self.x)
         with np.errstate(all="ignore"):
             moved = [given[name] for name in ("x", "residual") if name in given]
             dx, size = sum(moved, zero), sum(map(np.abs, moved), zero)
             rounded = eps(self.total) * size if len(moved) > 1 else zero
             product, sizes = self._mean(self.normal * dx), self._mean(np.abs(self.normal) * size)
-            centre = self._mean(dx) if self.op == "layer_norm" else WIDE(0)
+            centre = self._mean(dx) if self.op == "layer_norm" else self.real(0)
             change = self.rstd * (dx - centre - self.normal * product)
             terms = size + (self._mean(size) if self.op == "layer_norm" else 0) + np.abs(self.normal) * sizes
             noise = eps(self.acc) * terms + self.noise * np.abs(product) + np.abs(self.normal) * (
@@ -296,7 +310,7 @@ class Norm:
             noise = np.where(np.abs(change) < float(jnp.finfo(precise).max), noise, np.inf)
             dy, noise = change * self.scale, noise * np.abs(self.scale)
             noise = noise + eps(self.acc) * np.abs(dy)
-            for name, factor, noisy in (("scale", self.normal, self.noise), ("bias", WIDE(1), WIDE(0))):
+            for name, factor, noisy in (("scale", self.normal, self.noise), ("bias", self.real(1), self.real(0))):
                 if name in given:
                     t = given[name].reshape(self.expanded)
                     dy = dy + factor * t
@@ -307,44 +321,49 @@ class Norm:
 
 def _activate(activation, z):
     """f(z), f'(z) and a bound of |f''|."""
+    real = z.dtype.type
     if activation is None:
         return z, np.ones_like(z), 0.0
     if activation == "relu":
-        return np.maximum(z, 0), (z > 0).astype(WIDE), 0.0
+        return np.maximum(z, 0), (z > 0).astype(real), 0.0
     if activation == "gelu":
-        c, d = WIDE(math.sqrt(2 / math.pi)), WIDE(0.044715)
+        c, d = real(math.sqrt(2 / math.pi)), real(0.044715)
         t = np.tanh(c * (z + d * z**3))
         return 0.5 * z * (1 + t), 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * c * (1 + 3 * d * z * z), 1.2
     if activation == "gelu_exact":
-        cdf = 0.5 * (1 + scipy.special.erf(z.astype(np.float64) / math.sqrt(2)).astype(WIDE))
-        return z * cdf, cdf + z * np.exp(-z * z / 2) / WIDE(math.sqrt(2 * math.pi)), 1.2
+        cdf = 0.5 * (1 + scipy.special.erf(z.astype(np.float64) / math.sqrt(2)).astype(real))
+        return z * cdf, cdf + z * np.exp(-z * z / 2) / real(math.sqrt(2 * math.pi)), 1.2
     s = 1 / (1 + np.exp(-z))
     return z * s, s * (1 + z * (1 - s)), 0.6
 
 
-class Matmul:
-    """activation(a b + bias).
+class Matmul(_Oracle):
+    """activation(lhs_scale rhs_scale a b + bias).
 
     Args:
-      a, b, bias: as they are given to the op, with arrays of a's and b's form.
+      a, b, lhs_scale, rhs_scale, bias: as they are given to the op, with arrays of a's and b's form.
       multiply: the relative error of a product's factors, besides the accumulator's: that of TF32, say.
       dtype: the result's.
     """
 
-    def __init__(self, a, b, bias=None, *, activation=None, multiply=0.0, dtype):
-        operands = {"a": a, "b": b, "bias": bias}
+    def __init__(self, a, b, bias=None, lhs_scale=None, rhs_scale=None, *, activation=None, multiply=0.0, dtype):
+        operands = {"a": a, "b": b, "lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "bias": bias}
         self.operands = {name: np.asarray(v) for name, v in operands.items() if v is not None}
         self.dtype, self.activation = np.dtype(dtype), activation
         a, b = self.operands["a"], self.operands["b"]
         self.acc = accumulator(a.dtype, b.dtype, dtype)
         self.multiply = multiply + eps(self.acc)
-        self.a = wide(a)[None] if a.ndim == 1 else wide(a)
-        self.b = wide(b)[:, None] if b.ndim == 1 else wide(b)
+        self.a = self.wide(a)[None] if a.ndim == 1 else self.wide(a)
+        self.b = self.wide(b)[:, None] if b.ndim == 1 else self.wide(b)
         self.unit = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
-        z = np.matmul(self.a, self.b)
+        self.scales = {name: self.wide(v) for name, v in self.operands.items() if name.endswith("scale")}
+        self.scale = np.prod([self.real(1), *self.scales.values()])
+        self.product = np.matmul(self.a, self.b)
         noise = self.multiply * np.matmul(np.abs(self.a), np.abs(self.b))
+        self.product_noise = noise + 2 * eps(self.acc) * np.abs(self.product) * bool(self.scales)
+        z, noise = self.product * self.scale, self.product_noise * np.abs(self.scale)
         if bias is not None:
-            more = np.expand_dims(np.broadcast_to(wide(bias), np.squeeze(z, self.unit).shape), self.unit)
+            more = np.expand_dims(np.broadcast_to(self.wide(bias), np.squeeze(z, self.unit).shape), self.unit)
             z, noise = z + more, noise + eps(self.acc) * (np.abs(z) + np.abs(more))
         self.z, self.z_noise = z, noise
         with np.errstate(all="ignore"):
@@ -365,16 +384,25 @@ class Matmul:
             return np.zeros_like(self.z)
         noise = self.z_noise + eps(self.dtype) * np.abs(self.z) + float(jnp.finfo(self.dtype).smallest_subnormal)
         if self.activation == "relu":
-            return np.where(np.abs(self.z) <= 2 * noise, WIDE(1), WIDE(0))
+            return np.where(np.abs(self.z) <= 2 * noise, self.real(1), self.real(0))
         return self.curvature * noise + 4 * eps(self.acc) * (1 + np.abs(self.z))
 
     def vjp(self, dy) -> dict[str, Wanted]:
-        dy = np.expand_dims(wide(dy), self.unit)
+        dy = np.expand_dims(self.wide(dy), self.unit)
         g = dy * self.slope
         g_noise = np.abs(dy) * self._slope_noise()
         if self.activation is not None:
             g_noise = g_noise + eps(self.dtype) * np.abs(g)
         found = {}
+        for name in self.scales:
+            other = np.prod([self.real(1), *(v for key, v in self.scales.items() if key != name)])
+            noise = g_noise * np.abs(self.product) + np.abs(g) * (self.product_noise + eps(self.dtype) * np.abs(self.product))
+            terms = g * self.product
+            noise = noise.sum() + eps(self.acc, self.operands[name].dtype) * np.abs(terms).sum()
+            found[name] = Wanted(terms.sum() * other, noise * np.abs(other))
+        if self.scales:
+            g_noise = (g_noise + eps(self.dtype) * np.abs(g)) * np.abs(self.scale)
+        unscaled, g = (g, g_noise / np.abs(self.scale) if self.scales else g_noise), g * self.scale
         for name, left, right in (("a", g, self.b.swapaxes(-1, -2)), ("b", self.a.swapaxes(-1, -2), g)):
             noise = self.multiply * np.matmul(np.abs(left), np.abs(right))
             factors = (g_noise, np.abs(right)) if name == "a" else (np.abs(left), g_noise)
@@ -384,13 +412,14 @@ class Matmul:
             found[name] = Wanted(*(v.reshape(x.shape) for v in total))
         if "bias" in self.operands:
             x = self.operands["bias"]
+            g, g_noise = unscaled
             squeezed = Wanted(*(np.squeeze(v, self.unit) for v in (g, g_noise + eps(self.dtype) * np.abs(g))))
             found["bias"] = unbroadcast(squeezed, x.shape, eps(self.acc, x.dtype))
         return found
 
     def jvp(self, tangents: dict[str, np.ndarray]) -> tuple[Wanted, ...]:
         dz, noise = np.zeros_like(self.z), np.zeros_like(self.z)
-        given = {name: wide(t) for name, t in tangents.items()}
+        given = {name: self.wide(t) for name, t in tangents.items()}
         if "a" in given:
             t = given["a"].reshape(self.a.shape)
             dz, noise = dz + t @ self.b, noise + self.multiply * (np.abs(t) @ np.abs(self.b))
@@ -399,6 +428,13 @@ class Matmul:
             noise = noise + eps(self.dtype) * np.abs(dz)
             dz, noise = dz + self.a @ t, noise + self.multiply * (np.abs(self.a) @ np.abs(t))
             noise = noise + eps(self.dtype) * (np.abs(self.a @ t))
+        if self.scales:
+            noise = (noise + 2 * eps(self.dtype) * np.abs(dz)) * np.abs(self.scale)
+            dz = dz * self.scale
+            for name in self.scales:
+                other = np.prod([given[name], *(v for key, v in self.scales.items() if key != name)])
+                noise = noise + (self.product_noise + eps(self.dtype) * np.abs(self.product)) * np.abs(other)
+                dz = dz + self.product * other
         if "bias" in given:
             shape = np.squeeze(self.z, self.unit).shape
             t = np.expand_dims(np.broadcast_to(given["bias"], shape), self.unit)
