@@ -61,7 +61,7 @@ accuracy: build
 
 # The tests that depend on versions, for every Python here with every supported minor version of jax.
 compatibility:
-	$(PYTHON) tools/compatibility.py
+	$(PYTHON) tools/compatibility.py $(ARGS)
 
 demo: build
 	$(python) -m jaxops $(ARGS)

@@ -1,7 +1,8 @@
 """Runs the tests that depend most on versions for every Python here with the newest of each supported minor version of
 jax, and with the oldest of all: `make compatibility`. Without the GPU half, whose objects depend on neither.
 
-Each pair has an environment of its own under .venv. Prints a table; exits non-zero if a pair fails.
+Each pair has an environment of its own under .venv. `make compatibility ARGS="import fuzz"` chooses the tests. Prints a
+table; exits non-zero if a pair fails.
 """
 
 import os
@@ -43,13 +44,14 @@ def versions(python: str) -> list[str]:
     return [".".join(map(str, version)) for version in sorted({supported[0], *newest.values()})]
 
 
-def main() -> int:
+def main(tests: list[str]) -> int:
+    """Runs the tests of the given names, or TESTS; returns how many pairs fail."""
     rows, failed = [], 0
+    files = " ".join(f"tests/test_{test}.py" for test in tests or TESTS)
     for python in pythons():
         name = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.strip()
         for jax in versions(python):
-            tests = " ".join(f"tests/test_{test}.py" for test in TESTS)
-            command = ["make", "test", f"PYTHON={python}", f"JAX={jax}", "CUDA=OFF", f"ARGS=-q {tests}"]
+            command = ["make", "test", f"PYTHON={python}", f"JAX={jax}", "CUDA=OFF", f"ARGS=-q {files}"]
             start = time.perf_counter()
             run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             count = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in ", run.stdout, re.MULTILINE)
@@ -64,4 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(min(main(), 1))
+    sys.exit(min(main(sys.argv[1:]), 1))
