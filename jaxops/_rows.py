@@ -142,7 +142,10 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     nothing but the operands, so that results do not depend on the device.
     """
     row_bytes = columns * itemsize
-    limits = ((512, 792), (2048, 528), (12288, 264), (32768, 132), (65536, 66), (131072, 30), (262144, 15))
+    if itemsize == 2:
+        limits = ((512, 528), (2048, 396), (12288, 264), (16384, 132), (32768, 66), (65536, 30), (131072, 15))
+    else:
+        limits = ((512, 792), (2048, 528), (12288, 264), (32768, 132), (65536, 66), (131072, 30), (262144, 15))
     full = next((count for limit, count in limits if row_bytes <= limit), 7)
     if columns % 8:
         full = max((2 * full if full <= 30 else full) // 8 * 8, 8)

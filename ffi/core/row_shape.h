@@ -18,8 +18,15 @@
 
 #ifdef __CUDACC__
 #define JAXOPS_HOST_DEVICE __host__ __device__
+#define JAXOPS_NOINLINE __noinline__
 #else
 #define JAXOPS_HOST_DEVICE
+#define JAXOPS_NOINLINE
+#endif
+#ifdef __CUDA_ARCH__
+#define JAXOPS_ROLLED _Pragma("unroll 1")
+#else
+#define JAXOPS_ROLLED
 #endif
 
 namespace jaxops {
@@ -37,12 +44,16 @@ struct Divisor32 {
   }
 };
 
+// Division of numbers from 2^31 on: rare, and long where it is inlined.
+JAXOPS_HOST_DEVICE JAXOPS_NOINLINE inline int64_t DivideFar(int64_t n, int64_t divisor) { return n / divisor; }
+
 inline constexpr int kMaxAxes = 12;  // jaxops/_rows.py leaves arrays of more axes to XLA
 
 // At most kMax axes walked as one, the last one fastest. kSlots: how many layouts are followed, each with its own
 // strides.
 template <int kSlots, int kMax = kMaxAxes>
 struct Axes {
+  static constexpr int kMost = kMax;
   int count = 0;
   int64_t total = 1;
   int64_t sizes[kMax];
@@ -63,20 +74,25 @@ struct Axes {
 
   // The offset in each layout of position `index`, 0 <= index < total.
   JAXOPS_HOST_DEVICE void Offsets(int64_t index, int64_t (&offsets)[kSlots]) const {
-    for (int64_t& offset : offsets) offset = 0;
-    for (int axis = count - 1; axis > 0; --axis) {
-      int64_t position;
-      if (total <= std::numeric_limits<int32_t>::max()) {
-        const uint32_t n = static_cast<uint32_t>(index), quotient = divisors[axis].Divide(n);
-        position = n - quotient * divisors[axis].divisor;
-        index = quotient;
-      } else {
-        position = index % sizes[axis];
-        index /= sizes[axis];
+    if constexpr (kMax == 1) {
+      for (int slot = 0; slot < kSlots; ++slot) offsets[slot] = index * strides[0][slot];
+    } else {
+      for (int64_t& offset : offsets) offset = 0;
+      JAXOPS_ROLLED for (int axis = count - 1; axis > 0; --axis) {
+        int64_t position;
+        if (total <= std::numeric_limits<int32_t>::max()) {
+          const uint32_t n = static_cast<uint32_t>(index), quotient = divisors[axis].Divide(n);
+          position = n - quotient * divisors[axis].divisor;
+          index = quotient;
+        } else {
+          const int64_t quotient = DivideFar(index, sizes[axis]);
+          position = index - quotient * sizes[axis];
+          index = quotient;
+        }
+        for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += position * strides[axis][slot];
       }
-      for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += position * strides[axis][slot];
+      for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += index * strides[0][slot];
     }
-    for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += index * strides[0][slot];
   }
 
   // The axes as one layout sees them.

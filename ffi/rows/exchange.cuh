@@ -63,6 +63,16 @@ struct Exponentials {
   }
 };
 
+// (count, mean, sum of squared deviations from it), joined as Chan, Golub and LeVeque do (1979).
+struct CountMeanSquares {
+  template <class A>
+  static __device__ Values<A, 3> Join(const Values<A, 3>& a, const Values<A, 3>& b) {
+    const A count = a.v[0] + b.v[0], distance = b.v[1] - a.v[1];
+    const A share = count > 0 ? b.v[0] * Reciprocal(count) : A{0};
+    return {count, a.v[1] + distance * share, a.v[2] + b.v[2] + distance * distance * a.v[0] * share};
+  }
+};
+
 // Whether the code is compiled for devices with clusters; kernels with clusters are empty on others.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 inline constexpr bool kHaveClusters = false;

@@ -107,7 +107,7 @@ struct Layouts {
   // Whether a kernel's geometry has room for the axes, and that geometry.
   template <class G>
   bool Fit() const {
-    return std::max(rows.count, groups.count) <= G::kRowAxes && columns.count <= G::kColumnAxes;
+    return rows.count <= G::kRowAxes && columns.count <= G::kColumnAxes;
   }
   template <class G>
   G To() const {

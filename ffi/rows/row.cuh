@@ -73,13 +73,16 @@ __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
   return out;
 }
 
-template <class P_, int kPack, Lay kLay_, class A_, class G>
+// kPadded: packs beyond a row's end, and rows beyond the last, are zeros that leave the body's sums alone, so that they
+// are not tested for but where they are stored.
+template <class P_, int kPack, Lay kLay_, class A_, class G, bool kPadded_ = false>
 class Row {
  public:
   using P = P_;
   using A = A_;
   using Geometry = G;
   static constexpr int kV = kPack;
+  static constexpr bool kPadded = kPadded_;
   static constexpr bool kShifted = kLay_ == Lay::kShifted;
   static constexpr int kSlots = G::kSlots;
   static constexpr Lay kLay = kLay_;
@@ -105,6 +108,10 @@ class Row {
   };
   struct Two {
     PerRow<A> first, second;
+  };
+
+  struct Nothing {
+    __device__ void operator()(int, int) const {}
   };
 
   // fn of values of the same row.
@@ -166,7 +173,12 @@ class Row {
   template <class Fn, class After>
   __device__ void ForEachPack(Fn fn, After after) const {
     const int end = min(columns(), limit_);
-    if constexpr (kHeld) {
+    if constexpr (kPadded) {
+#pragma unroll
+      for (int pack = 0; pack < kHeldPacks; ++pack)
+        fn(pack, FirstColumn(pack / kPerRow) + pack % kPerRow * kColumnStep);
+      after();
+    } else if constexpr (kHeld) {
       ForEachPackBetween(-kV, end, fn);
       after();
     } else {
@@ -181,6 +193,12 @@ class Row {
   template <class Fn>
   __device__ void ForEachPack(Fn fn) const {
     ForEachPack(fn, [] {});
+  }
+
+  // The packs that hold columns of the row, whatever kPadded.
+  template <class Fn>
+  __device__ void ForEachPackInside(Fn fn) const {
+    ForEachPackBetween(-kV, columns(), fn);
   }
 
   // Whether position i of a pack belongs to the row.
@@ -283,6 +301,12 @@ class Row {
     } else {
       return expression;
     }
+  }
+
+  // The same where registers are to spare beside a row's packs, which is where rows are fetched ahead.
+  template <class E>
+  __device__ E KeepFew(const E& expression) const {
+    return expression;
   }
 
   // A broadcast operand of the accumulator's dtype; `absent` if there is none.
@@ -391,7 +415,7 @@ class Row {
 
   template <class T>
   __device__ void Write(T* tensor, int pack, int column, const Pack<T, kV>& values) const {
-    if (!live(pack)) return;
+    if (!live(pack) || (kPadded && column >= columns())) return;
     T* const target = tensor + Offset(0, pack, column);
     if (!kShifted || (column >= 0 && column + kV <= columns())) {
       *reinterpret_cast<Pack<T, kV>*>(target) = values;
@@ -422,7 +446,7 @@ class Row {
   template <class M, class E>
   __device__ PerRow<A> Reduce(const E& expression) {
     Values<A, 1> values[kRows];
-    Fold<M>(values, expression);
+    Fold<M>(values, Nothing{}, expression);
     JoinWarp<P, EachBy<M>>(values);
     exchange_.template JoinWarps<EachBy<M>>(values);
     return Component<0>(values);
@@ -430,20 +454,62 @@ class Row {
   // The same for an expression that is not neutral beyond a row's edges.
   template <class M, class E>
   __device__ PerRow<A> ReduceInside(const E& expression) {
-    return Reduce<M>([=, this](int pack, int column) {
-      return [=, this, value = expression(pack, column)](int i) {
-        return Inside(column, i) ? static_cast<A>(value(i)) : M::template Identity<A>();
-      };
-    });
+    return Reduce<M>(OnlyInside<M>(expression));
   }
-  // Both joins for one walk along the rows and one exchange between the threads.
-  template <class M, class E, class F>
-  __device__ Two Reduce(const E& first, const F& second) {
+  // Both joins for one walk along the rows, which also calls visit(pack, column), and one exchange between the threads.
+  template <class M, class E, class F, class Visit = Nothing>
+  __device__ Two Reduce(const E& first, const F& second, const Visit& visit = {}) {
     Values<A, 2> values[kRows];
-    Fold<M>(values, first, second);
+    Fold<M>(values, visit, first, second);
     JoinWarp<P, EachBy<M>>(values);
     exchange_.template JoinWarps<EachBy<M>>(values);
     return {Component<0>(values), Component<1>(values)};
+  }
+
+  struct MeanAndSquares {
+    PerRow<A> share, mean, squares;  // share: 1 / (how many values count)
+  };
+  // The mean of the values and the sum of their squared deviations from it, for one exchange between warps: each warp
+  // takes deviations from a mean of its own. kWeighted: only values of weight 1 count, not those of weight 0.
+  template <bool kWeighted, class E, class W>
+  __device__ MeanAndSquares ReduceMoments(const E& values, const W& weights) {
+    constexpr bool kOneWarp = P::kWarps == 1 && P::kCluster == 1;
+    const auto counted = [](A value, A weight) { return kWeighted && weight == 0 ? A{0} : value; };
+    Values<A, 2> sums[kRows];
+    if constexpr (kWeighted) {
+      Fold<Sum>(sums, Nothing{}, weights, Map(counted, values, weights));
+      JoinWarp<P, EachBy<Sum>>(sums);
+    } else {
+      Values<A, 1> totals[kRows];
+      Fold<Sum>(totals, Nothing{}, values);
+      JoinWarp<P, EachBy<Sum>>(totals);
+      const int inside = kOneWarp ? columns() : ColumnsOfWarp();
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) sums[r] = {static_cast<A>(inside), totals[r].v[0]};
+    }
+    PerRow<A> share, mean;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      share.value[r] = kOneWarp ? Reciprocal(sums[r].v[0]) : sums[r].v[0] > 0 ? Reciprocal(sums[r].v[0]) : A{0};
+      mean.value[r] = sums[r].v[1] * share.value[r];
+    }
+    const auto square = [=](A value, A weight, A mean) {
+      const A deviation = counted(value - mean, weight);
+      return deviation * deviation;
+    };
+    Values<A, 1> squares[kRows];
+    Fold<Sum>(squares, Nothing{}, OnlyInside<Sum>(Map(square, values, weights, mean)));
+    JoinWarp<P, EachBy<Sum>>(squares);
+    if constexpr (kOneWarp) {
+      return {share, mean, Component<0>(squares)};
+    } else {
+      Values<A, 3> moments[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) moments[r] = {sums[r].v[0], mean.value[r], squares[r].v[0]};
+      exchange_.template JoinWarps<CountMeanSquares>(moments);
+      const auto reciprocal = [](A count) { return Reciprocal(count); };
+      return {Each(reciprocal, Component<0>(moments)), Component<1>(moments), Component<2>(moments)};
+    }
   }
 
   struct MaxAndSums {
@@ -467,14 +533,14 @@ class Row {
     Values<A, 3> values[kRows];
     if constexpr (kHeld) {
       Values<A, 1> max[kRows];
-      Fold<Max>(max, x);
+      Fold<Max>(max, Nothing{}, x);
       JoinWarp<P, EachBy<Max>>(max);
       PerRow<A> origin;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) origin.value[r] = finite(max[r].v[0]);
       const auto exponentials = Map([](A value, A o) { return Exp(value - o); }, x, origin);
       Values<A, 1 + sizeof...(F)> sums[kRows];
-      Fold<Sum>(sums, exponentials, added...);
+      Fold<Sum>(sums, Nothing{}, exponentials, added...);
       JoinWarp<P, EachBy<Sum>>(sums);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) values[r] = {max[r].v[0], sums[r].v[0], sums[r].v[sizeof...(F)]};
@@ -486,7 +552,7 @@ class Row {
     return {Component<0>(values), Component<1>(values), Component<2>(values)};
   }
 
- private:
+ protected:
   static constexpr int kRun = 16;
   static constexpr int kWide = P::kAcross ? 1 : kV;                    // columns a pack
   static constexpr int kColumnStep = P::kLanes * P::kCluster * kWide;  // from a thread's pack to its next
@@ -506,6 +572,34 @@ class Row {
       for (int column = FirstColumn(0); column < to; column += kColumnStep)
         if (column >= from) fn(0, column);
     }
+  }
+
+  // An expression, neutral to M beyond a row's edges.
+  template <class M, class E>
+  __device__ auto OnlyInside(const E& expression) const {
+    return [=, this](int pack, int column) {
+      return [=, this, value = expression(pack, column)](int i) {
+        return Inside(column, i) ? static_cast<A>(value(i)) : M::template Identity<A>();
+      };
+    };
+  }
+
+  // How many of the row's columns the thread's warp has: the same for all rows of the thread but where they begin at
+  // different places in a pack.
+  __device__ int ColumnsOfWarp() const {
+    int inside = 0;
+    ForEachPack([&](int pack, int column) {
+      if (pack >= kPerRow && kHeld) return;
+      if constexpr (kShifted) {
+        inside += max(0, min(column + kV, columns()) - max(column, 0));
+      } else {
+        inside += kWide;
+      }
+    });
+#pragma unroll
+    for (int distance = P::kWarpLanes / 2; distance > 0; distance /= 2)
+      inside += __shfl_xor_sync(0xffffffffu, inside, distance * P::kStep);
+    return inside;
   }
 
   __device__ int FirstColumn(int start) const { return lane_ * kWide - shift_[start]; }
@@ -528,8 +622,8 @@ class Row {
 
   // A thread's joins of each expression, in kParts interleaved parts; a streamed row's also in runs of kRun packs, so
   // that rounding errors grow with the square root of a row's length instead of with the length.
-  template <class M, class... Es>
-  __device__ void Fold(Values<A, sizeof...(Es)> (&out)[kRows], const Es&... es) const {
+  template <class M, class Visit, class... Es>
+  __device__ void Fold(Values<A, sizeof...(Es)> (&out)[kRows], const Visit& visit, const Es&... es) const {
     constexpr int kCount = sizeof...(Es), kParts = P::kAcross || kV == 1 ? 1 : 2;
     Values<A, kCount> run[kParts][kRows];
 #pragma unroll
@@ -560,6 +654,7 @@ class Row {
           ((target.v[k] = M::Join(target.v[k], static_cast<A>(values(i))), ++k), ...);
         }
       };
+      visit(pack, column);
       join(es(pack, column)...);
     };
     ForEachPack(add, flush);
@@ -602,7 +697,6 @@ class Row {
     ForEachPack(add, flush);
   }
 
- protected:
   const G& geometry_;
   int lane_;
   int64_t offsets_[kStarts][G::kSlots];

@@ -18,27 +18,43 @@ struct Looped : P {
   static constexpr bool kShared = kShared_;
 };
 
-// Rows that a team holds while it keeps up to two sums for each of its columns; the comments as in rows/launch.cuh.
+// Rows that a team holds while it keeps up to two sums for each of its columns; the comments as in rows/launch.cuh. Few
+// threads with many registers are faster than many with few.
+using SumPlacements16 = Types<Looped<Along<8, 1, 2>, 2>,                //     64
+                              Looped<Along<16, 1, 2>, 2>,               //    128
+                              Looped<Along<32, 1, 2>, 2>,               //    256
+                              Looped<Along<32, 2>, 2>,                  //    512
+                              Looped<Along<32, 3, 1, 1, 3>, 2>,         //    768
+                              Looped<Along<64, 2>, 2>,                  //   1024
+                              Looped<Along<64, 4>, 2>,                  //   2048
+                              Looped<Along<256, 2, 1, 1, 2>, 3>,        //   4096
+                              Looped<Along<256, 3, 1, 1, 2>, 2, true>,  //   6144
+                              Looped<Along<512, 2>, 2>,                 //   8192
+                              Looped<Along<256, 4, 1, 2>, 3>,           //  16384
+                              Looped<Along<256, 4, 1, 4>, 3>,           //  32768
+                              Looped<Along<256, 4, 1, 8>, 3>,           //  65536
+                              Looped<Along<256, 4, 1, 16>, 3>,          // 131072
+                              Looped<Along<512, 4, 1, 16>, 2, true>,    // 262144
+                              // for devices without clusters, and where a third input leaves too little shared memory
+                              Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
+using SumPlacements32 = Types<Looped<Along<8, 1, 4>, 2>,                //     32
+                              Looped<Along<16, 1, 4>, 2>,               //     64
+                              Looped<Along<16, 2, 2>, 2>,               //    128
+                              Looped<Along<32, 2>, 2>,                  //    256
+                              Looped<Along<64, 2>, 2>,                  //    512
+                              Looped<Along<64, 4>, 2>,                  //   1024
+                              Looped<Along<256, 2, 1, 1, 2>, 2>,        //   2048
+                              Looped<Along<256, 3, 1, 1, 2>, 2, true>,  //   3072
+                              Looped<Along<512, 2>, 2>,                 //   4096
+                              Looped<Along<512, 4>, 2, true>,           //   8192
+                              Looped<Along<512, 4, 1, 2>, 2, true>,     //  16384
+                              Looped<Along<512, 4, 1, 4>, 2, true>,     //  32768
+                              Looped<Along<512, 4, 1, 8>, 2, true>,     //  65536
+                              Looped<Along<512, 4, 1, 16>, 2, true>,    // 131072
+                              Looped<Along<512, 2, 1, 4>, 2>, Looped<Along<512, 2, 1, 16>, 2>,
+                              Looped<Along<512, 8, 1, 16>, 1, true>>;  // 262144
 template <class T>
-using SumPlacements =
-    Types<Looped<Along<8, 1, 4>, 2>,                //     64
-          Looped<Along<16, 1, 4>, 2>,               //    128
-          Looped<Along<16, 2, 2>, 2>,               //    256
-          Looped<Along<32, 2>, 2>,                  //    512
-          Looped<Along<64, 2>, 2>,                  //   1024
-          Looped<Along<64, 4>, 2>,                  //   2048
-          Looped<Along<256, 2, 1, 1, 2>, 2>,        //   4096
-          Looped<Along<256, 3, 1, 1, 2>, 2, true>,  //   6144
-          Looped<Along<512, 2>, 2>,                 //   8192
-          Looped<Along<512, 4>, 2, true>,           //  16384
-          Looped<Along<512, 4, 1, 2>, 2, true>,     //  32768
-          Looped<Along<512, 4, 1, 4>, 2, true>,     //  65536
-          Looped<Along<512, 4, 1, 8>, 2, true>,     // 131072
-          Looped<Along<512, 4, 1, 16>, 2, true>,    // 262144
-          // where a third input leaves too little shared memory for those above
-          Looped<Along<512, 2, 1, 4>, 2>, Looped<Along<512, 2, 1, 16>, 2>,
-          // 262144 columns of f32, which alone has the registers
-          std::conditional_t<sizeof(T) == 4, Looped<Along<512, 8, 1, 16>, 1, true>, Looped<Along<512, 2, 1, 16>, 2>>>;
+using SumPlacements = std::conditional_t<sizeof(T) == 2, SumPlacements16, SumPlacements32>;
 // All rows of a thread must begin at the same place in a pack: one row at a time.
 using ShiftedSumPlacements =
     Types<Looped<Along<8, 3>, 2>, Looped<Along<32, 2>, 2>, Looped<Along<64, 3>, 2>, Looped<Along<256, 3, 1, 1, 2>, 2>,
@@ -47,9 +63,19 @@ using ShiftedSumPlacements =
 using ShortSumPlacements = Types<Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 2, 1, 16>, 2>>;
 using ElementSumPlacements = Types<Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 
+// Places in shared memory, by their addresses in it.
+template <class V>
+__device__ V LoadShared(uint32_t address) {
+  return *static_cast<const V*>(__cvta_shared_to_generic(address));
+}
+template <class V>
+__device__ void StoreShared(uint32_t address, const V& value) {
+  *static_cast<V*>(__cvta_shared_to_generic(address)) = value;
+}
+
+// Copies of which the first `bytes` come from the source; zeros follow.
 template <int kBytes>
-__device__ void CopyAsync(void* shared, const void* source, int bytes) {
-  const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+__device__ void CopyAsync(uint32_t target, const void* source, int bytes) {
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
   } else {
@@ -63,8 +89,8 @@ __device__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A row whose packs have been fetched into shared memory: stages of [input][pack][thread], 16 bytes each; behind them
-// the parameters that are kept there, [parameter][pack][16 bytes][thread].
+// A row whose packs have been fetched into shared memory: [input][stage][pack][thread], 16 bytes each; behind them the
+// parameters that are kept there, [parameter][pack][16 bytes][thread].
 template <class Base, int kParameters>
 class FetchedRow : public Base {
  public:
@@ -73,11 +99,12 @@ class FetchedRow : public Base {
   static constexpr int kV = Base::kV;
   static constexpr bool kFetches = kV > 1;
   static constexpr int kVectorStride = P::kThreads * 16;
-  static constexpr int kInputStride = Base::kHeldPacks * kVectorStride;
+  static constexpr int kStageStride = Base::kHeldPacks * kVectorStride;
+  static constexpr int kInputStride = P::kStages * kStageStride;
   static constexpr int kVectors = kV * static_cast<int>(sizeof(A)) / 16;  // of a parameter's pack
   static constexpr int kParameterStride = P::kShared ? Base::kPerRow * kVectors * kVectorStride : 0;
   static constexpr int SharedBytes(int inputs) {
-    return kFetches ? P::kStages * inputs * kInputStride + kParameters * kParameterStride : 0;
+    return kFetches ? inputs * kInputStride + kParameters * kParameterStride : 0;
   }
   static_assert(!P::kShared || kFetches);
   static constexpr bool kKeeps =
@@ -85,10 +112,21 @@ class FetchedRow : public Base {
 
   // inputs: how many are fetched.
   __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs)
-      : Base(geometry), inputs_(inputs), shared_(shared + threadIdx.x * 16), stage_(shared_) {}
+      : Base(geometry), slots_(static_cast<uint32_t>(__cvta_generic_to_shared(shared)) + threadIdx.x * 16) {
+    asm volatile("" : "+r"(slots_));  // opaque: else it would be computed anew for each use
+    stage_ = slots_;
+    parameters_ = slots_ + inputs * kInputStride;
+    if constexpr (Base::kPadded) {  // nothing is fetched for packs beyond the columns: they stay zero
+      this->ForEachPack([&](int pack, int column) {
+        if (column < this->columns()) return;
+        for (int k = 0; k < P::kStages * inputs; ++k)
+          StoreShared(slots_ + k * kStageStride + pack * kVectorStride, uint4{});
+      });
+    }
+  }
 
   // Where the present rows' packs are.
-  __device__ void SetStage(int stage) { stage_ = shared_ + stage * inputs_ * kInputStride; }
+  __device__ void SetStage(int stage) { stage_ = slots_ + stage * kStageStride; }
 
   // Turns to the rows of another; what joins the threads stays.
   __device__ void Follow(const FetchedRow& other) {
@@ -106,7 +144,7 @@ class FetchedRow : public Base {
   template <int kInput, class T>
   __device__ void Fetch(const T* tensor) const {
     if constexpr (kFetches) {
-      this->ForEachPack([&](int pack, int column) {
+      this->ForEachPackBetween(-kV, min(this->columns(), this->limit_), [&](int pack, int column) {
         constexpr int kBytes = sizeof(T) * kV;
         const int64_t offset = this->Offset(0, pack, column);
         int bytes = kBytes;
@@ -114,6 +152,7 @@ class FetchedRow : public Base {
           const int64_t left = (this->geometry_.size - offset) * int64_t{sizeof(T)};
           bytes = left < kBytes ? static_cast<int>(left) : kBytes;
         }
+        if (Base::kPadded && !this->live(pack)) bytes = 0;
         CopyAsync<kBytes>(stage_ + kInput * kInputStride + pack * kVectorStride, tensor + offset, bytes);
       });
     }
@@ -126,12 +165,13 @@ class FetchedRow : public Base {
       return Base::template Load<kInput>(tensor, outside);
     } else {
       const auto fetched = [this, outside](int pack, int column) {
-        auto values = *reinterpret_cast<const Pack<T, kV>*>(stage_ + kInput * kInputStride + pack * kVectorStride);
+        auto values = LoadShared<Pack<T, kV>>(stage_ + kInput * kInputStride + pack * kVectorStride);
         this->Clip(values, column, outside);
         return values;
       };
       if constexpr (kKeeps) {
-        typename Base::template Held<T> held = {};
+        typename Base::template Held<T> held;
+        if constexpr (!Base::kPadded) held = {};
         this->ForEachPack([&](int pack, int column) { held.packs[pack] = fetched(pack, column); });
         return held;
       } else {
@@ -147,7 +187,17 @@ class FetchedRow : public Base {
     return Load<0>(x);
   }
 
-  // An expression that is the same for all rows, computed now and kept.
+  // Elements of 16 bits cost two instructions to unpack; f32 is as good as kept.
+  template <class E>
+  __device__ auto KeepFew(const E& expression) const {
+    if constexpr (kKeeps && kV == 8 && Base::kHeldPacks <= 2) {
+      return this->Keep(expression);
+    } else {
+      return expression;
+    }
+  }
+
+  // An expression that is the same for all rows, computed now and kept; zeros beyond the columns.
   template <int kNumber, class E>
   __device__ auto KeepParameter(const E& expression) const {
     struct Registers {
@@ -156,19 +206,21 @@ class FetchedRow : public Base {
         return [values = packs[pack % Base::kPerRow]](int i) { return values.lane[i]; };
       }
     };
-    char* const place = shared_ + P::kStages * inputs_ * kInputStride + kNumber * kParameterStride;
+    const auto place = [first = parameters_ + kNumber * kParameterStride](int pack, int vector) {
+      return first + (pack % Base::kPerRow * kVectors + vector) * kVectorStride;
+    };
     Registers kept = {};
     this->ForEachPack([&](int pack, int column) {
       if (pack >= Base::kPerRow) return;
-      const auto value = expression(pack, column);
-      Pack<A, kV> values;
+      Pack<A, kV> values = {};
+      if (column < this->columns()) {
+        const auto value = expression(pack, column);
 #pragma unroll
-      for (int i = 0; i < kV; ++i) values.lane[i] = value(i);
+        for (int i = 0; i < kV; ++i) values.lane[i] = value(i);
+      }
       if constexpr (P::kShared) {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-          *reinterpret_cast<uint4*>(place + (pack * kVectors + v) * kVectorStride) =
-              reinterpret_cast<const uint4*>(&values)[v];
+        for (int v = 0; v < kVectors; ++v) StoreShared(place(pack, v), reinterpret_cast<const uint4*>(&values)[v]);
       } else {
         kept.packs[pack] = values;
       }
@@ -177,9 +229,7 @@ class FetchedRow : public Base {
       return [place](int pack, int) {
         Pack<A, kV> values;
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-          reinterpret_cast<uint4*>(&values)[v] =
-              *reinterpret_cast<const uint4*>(place + (pack % Base::kPerRow * kVectors + v) * kVectorStride);
+        for (int v = 0; v < kVectors; ++v) reinterpret_cast<uint4*>(&values)[v] = LoadShared<uint4>(place(pack, v));
         return [=](int i) { return values.lane[i]; };
       };
     } else {
@@ -188,8 +238,7 @@ class FetchedRow : public Base {
   }
 
  private:
-  int inputs_;
-  char *shared_, *stage_;  // this thread's share
+  uint32_t slots_, stage_, parameters_;  // this thread's share of shared memory
 };
 
 // op(row, op.Parameters(row), op.Scalars(row), sums...) for the rows begin, begin + step, ... below end, which
@@ -246,22 +295,26 @@ struct HeldSums {
   // Adds expressions of the present rows.
   template <class... Es>
   __device__ void Add(const Row& row, const Es&... es) {
-    row.ForEachPack([&](int pack, int column) {
-      if (!row.live(pack)) return;
-      int k = 0;
-      const auto add = [&](const auto& value) {
+    row.ForEachPack([&](int pack, int column) { AddPack(row, pack, column, es...); });
+  }
+  // One pack of them.
+  template <class... Es>
+  __device__ void AddPack(const Row& row, int pack, int column, const Es&... es) {
+    if (!Row::kPadded && !row.live(pack)) return;
+    int k = 0;
+    const auto add = [&](const auto& value) {
 #pragma unroll
-        for (int i = 0; i < Row::kV; ++i) values[k][pack % Row::kPerRow][i] += value(i);
-        ++k;
-      };
-      (add(es(pack, column)), ...);
-    });
+      for (int i = 0; i < Row::kV; ++i) values[k][pack % Row::kPerRow][i] += value(i);
+      ++k;
+    };
+    (add(es(pack, column)), ...);
   }
 };
 
-template <class P, class A, int kV, int kCount>
+template <class Row, int kCount>
 inline constexpr int kTeamSumBytes =
-    P::kTeams > 1 ? static_cast<int>(sizeof(A)) * kCount * P::kPacks * kV * P::kLanes : 0;
+    Row::P::kTeams > 1 ? static_cast<int>(sizeof(typename Row::A)) * kCount * Row::P::kPacks * Row::kV * Row::P::kLanes
+                       : 0;
 
 // Block (group, chunk) takes the rows chunk * kBlockRows + k * chunks * kBlockRows of its group, k = 0, 1, ...: in
 // unaligned rows a stride that is a multiple of a pack keeps every thread on the same columns. With one chunk a group
@@ -269,10 +322,20 @@ inline constexpr int kTeamSumBytes =
 template <int kSlots, Lay kLay>
 using GroupsOf = Axes<kSlots, GeometryOf<kSlots, kLay>::kRowAxes>;
 
+// Rows of adjacent elements and with parameters for all of them lie at even distances: where one begins costs a
+// product.
+template <class P, Lay kLay, class Op>
+using LoopGeometry = std::conditional_t<kLay == Lay::kGeneral || P::kAcross || Op::kParameters == 0,
+                                        GeometryOf<Op::kSlots, kLay>, Geometry<Op::kSlots, 1, 1>>;
 template <class P, int kV, Lay kLay, class A, class Op>
-__device__ __forceinline__ void SumRows(const Op& op, const GeometryOf<Op::kSlots, kLay>& geometry,
+using LoopRow = FetchedRow<Row<P, kV, kLay, A, LoopGeometry<P, kLay, Op>,
+                               kLay == Lay::kPlain && Op::kPadded && !P::kAcross && (P::kPacks > 0)>,
+                           Op::kParameters>;
+
+template <class P, int kV, Lay kLay, class A, class Op>
+__device__ __forceinline__ void SumRows(const Op& op, const LoopGeometry<P, kLay, Op>& geometry,
                                         const GroupsOf<Op::kSlots, kLay>& groups, const SumResults<A>& results) {
-  using RowType = FetchedRow<Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>, Op::kParameters>;
+  using RowType = LoopRow<P, kV, kLay, A, Op>;
   extern __shared__ __align__(16) char shared[];
   const int64_t block = blockIdx.x / P::kCluster, end = geometry.rows.total;
   const bool one_chunk = results.chunks == 1;
@@ -294,7 +357,7 @@ __device__ __forceinline__ void SumRows(const Op& op, const GeometryOf<Op::kSlot
   // Where the sums lie: at the columns of the first rows. A team that has none adds zeros.
   row.MoveTo(chunk * RowType::kBlockRows + team, every, end, group_offsets);
   const auto for_each_sum = [&](const auto& visit) {
-    row.ForEachPack([&](int pack, int column) {
+    row.ForEachPackInside([&](int pack, int column) {
       if (pack >= P::kPacks) return;  // a thread's rows have their sums together
 #pragma unroll
       for (int i = 0; i < kV; ++i)
@@ -335,7 +398,7 @@ __device__ __forceinline__ void SumRows(const Op& op, const GeometryOf<Op::kSlot
 }
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
-    RowSumsKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry,
+    RowSumsKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry,
                   const __grid_constant__ GroupsOf<Op::kSlots, kLay> groups,
                   const __grid_constant__ SumResults<A> results) {
   if constexpr (P::kCluster == 1 || kHaveClusters) SumRows<P, kV, kLay, A>(op, geometry, groups, results);
@@ -344,29 +407,27 @@ __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
 template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts,
                         const SumResults<A>& results, cudaError_t* status) {
-  using G = GeometryOf<Op::kSlots, kLay>;
-  if (!layouts.template Fit<G>()) return false;
-  const int64_t rows = layouts.rows.total;
+  if (layouts.groups.count > GroupsOf<Op::kSlots, kLay>::kMost) return false;
   return First(
       Placements{}, false,
       [&]<class P> {
         // A shift that is the same in all rows of a thread.
-        constexpr bool kShifted = kLay == Lay::kShifted;
         const int64_t step = results.chunks == 1 ? 1 : results.chunks * P::kTeams;
-        bool constant = !kShifted || rows <= step;
-        if (kShifted && layouts.rows.count == 1) constant = constant || step * layouts.rows.strides[0][0] % kV == 0;
-        return constant &&
-               FetchedRow<Row<P, kV, kLay, A, G>, Op::kParameters>::SharedBytes(op.Inputs()) <= MostDynamicShared() &&
+        const bool constant = kLay != Lay::kShifted || layouts.rows.total <= step ||
+                              (layouts.rows.count == 1 && step * layouts.rows.strides[0][0] % kV == 0);
+        return constant && layouts.template Fit<LoopGeometry<P, kLay, Op>>() &&
+               LoopRow<P, kV, kLay, A, Op>::SharedBytes(op.Inputs()) <= MostDynamicShared() &&
                Fits<P, kV, kLay>(std::numeric_limits<int64_t>::max(), layouts.columns.total, true);
       },
       [&]<class P> {
-        using RowType = FetchedRow<Row<P, kV, kLay, A, G>, Op::kParameters>;
-        const int shared = std::max(RowType::SharedBytes(op.Inputs()), kTeamSumBytes<P, A, kV, Op::kSums>);
+        using RowType = LoopRow<P, kV, kLay, A, Op>;
+        const int shared = std::max(RowType::SharedBytes(op.Inputs()), kTeamSumBytes<RowType, Op::kSums>);
         const int64_t groups = layouts.groups.total;
         const int64_t blocks = results.chunks == 1 ? (groups + P::kTeams - 1) / P::kTeams : groups * results.chunks;
         const Grid grid = {blocks * P::kCluster, P::kThreads, P::kCluster, static_cast<size_t>(shared)};
-        *status = Launch(stream, RowSumsKernel<P, kV, kLay, A, Op>, grid, op, layouts.template To<G>(),
-                         GroupsOf<Op::kSlots, kLay>(layouts.groups), results);
+        *status = Launch(stream, RowSumsKernel<P, kV, kLay, A, Op>, grid, op,
+                         layouts.template To<LoopGeometry<P, kLay, Op>>(), GroupsOf<Op::kSlots, kLay>(layouts.groups),
+                         results);
         if (*status == cudaSuccess && results.chunks > 1) {
           *status = LaunchAddChunks(stream, layouts, Op::kSumSlot, results);
         }
@@ -401,9 +462,9 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& sha
 // Blocks that stay while rows go by, in one group.
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
-    RowStreamKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry) {
+    RowStreamKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry) {
   if constexpr (P::kCluster == 1 || kHaveClusters) {
-    using RowType = FetchedRow<Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>, Op::kParameters>;
+    using RowType = LoopRow<P, kV, kLay, A, Op>;
     extern __shared__ __align__(16) char shared[];
     const int64_t end = geometry.rows.total, begin = int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows;
     const int64_t step = int64_t{gridDim.x / P::kCluster} * RowType::kBlockRows;
@@ -415,30 +476,28 @@ __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
 // False if no placement suits: none that holds the rows, or so few rows that nothing would be kept.
 template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, cudaError_t* status) {
-  using G = GeometryOf<Op::kSlots, kLay>;
-  if (!layouts.template Fit<G>()) return false;
   const int64_t rows = layouts.rows.total;
   return First(
       Placements{}, false,
       [&]<class P> {
-        return FetchedRow<Row<P, kV, kLay, A, G>, Op::kParameters>::SharedBytes(op.Inputs()) <= MostDynamicShared() &&
+        return layouts.template Fit<LoopGeometry<P, kLay, Op>>() &&
+               LoopRow<P, kV, kLay, A, Op>::SharedBytes(op.Inputs()) <= MostDynamicShared() &&
                Fits<P, kV, kLay>(rows, layouts.columns.total, layouts.rows_alike);
       },
       [&]<class P> {
-        using RowType = FetchedRow<Row<P, kV, kLay, A, G>, Op::kParameters>;
+        using RowType = LoopRow<P, kV, kLay, A, Op>;
         const auto kernel = RowStreamKernel<P, kV, kLay, A, Op>;
         Grid grid = {0, P::kThreads, P::kCluster, static_cast<size_t>(RowType::SharedBytes(op.Inputs()))};
         static const int64_t resident = ResidentClusters(kernel, grid);
         int64_t clusters = resident;
         if (kLay == Lay::kShifted) {  // each thread stays at one shift
-          if (layouts.rows.count > 1) return false;
           int64_t every = 1;
           while (every * P::kTeams * layouts.rows.strides[0][0] % kV) ++every;
           clusters = clusters / every * every;
         }
         if (clusters == 0 || rows < 2 * clusters * RowType::kBlockRows) return false;
         grid.blocks = clusters * P::kCluster;
-        *status = Launch(stream, kernel, grid, op, layouts.template To<G>());
+        *status = Launch(stream, kernel, grid, op, layouts.template To<LoopGeometry<P, kLay, Op>>());
         return true;
       });
 }

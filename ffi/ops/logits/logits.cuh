@@ -152,7 +152,7 @@ struct LogitsOp {
   static constexpr int kInputs = kInputs_, kSlots = kNone ? 1 : LogitsCall::kSlots,
                        kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
   static constexpr int kParameters = 0, kSums = 1, kSumSlot = LogitsCall::kSum;
-  static constexpr bool kShort = !kNone;
+  static constexpr bool kShort = !kNone, kPadded = false;
   __host__ __device__ int Inputs() const { return kInputs; }
 };
 

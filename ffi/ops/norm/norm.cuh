@@ -33,7 +33,7 @@ struct NormForwardOp {
   static constexpr int kInputs = 1, kSlots = Slot::kWhere + 1,
                        kBroadcasts = 1 << Slot::kScale | 1 << Slot::kBias | 1 << Slot::kWhere;
   static constexpr int kParameters = kCentred ? 2 : 1;
-  static constexpr bool kShort = kWhere;
+  static constexpr bool kShort = kWhere, kPadded = !kCentred;
 
   const T *x, *residual;
   const A *scale, *bias;
@@ -69,23 +69,19 @@ struct NormForwardOp {
   __device__ void operator()(auto& row, const auto& parameters, int) const {
     const auto values = row.LoadSum(x, residual, sum);
     const auto weights = Weights<kWhere, A>(row, where);
-    const auto weighted = [](A value, A weight) { return kWhere ? (weight != 0 ? value : A{0}) : value; };
-    const A share = rows::Reciprocal(static_cast<A>(row.columns()));
-    auto shares = row.Same(share), mean = row.Same(A{0});
-    if constexpr (kWhere) {
-      const auto sums = row.template Reduce<rows::Sum>(weights, rows::Map(weighted, values, weights));
-      shares = row.Each([](A count) { return 1 / count; }, sums.first);
-      mean = row.Each([](A sum, A share) { return sum * share; }, sums.second, shares);
-    } else if constexpr (kCentred) {
-      mean = row.Each([=](A sum) { return sum * share; }, row.template Reduce<rows::Sum>(values));
-    }
-    const auto square = [=](A value, A weight, A mean) {
-      const A deviation = weighted(value - mean, weight);
-      return deviation * deviation;
-    };
-    const auto squares = row.template ReduceInside<rows::Sum>(rows::Map(square, values, weights, mean));
+    const auto moments = [&] {
+      if constexpr (kCentred) {
+        return row.template ReduceMoments<kWhere>(values, weights);
+      } else {
+        const auto squares = rows::Map([](A value) { return value * value; }, values);
+        return typename std::remove_cvref_t<decltype(row)>::MeanAndSquares{
+            row.Same(rows::Reciprocal(static_cast<A>(row.columns()))), row.Same(A{0}),
+            row.template Reduce<rows::Sum>(squares)};
+      }
+    }();
+    const auto& [share, mean, squares] = moments;
     const auto rstd =
-        row.Each([eps = epsilon](A sum, A share) { return rows::Rsqrt(sum * share + eps); }, squares, shares);
+        row.Each([eps = epsilon](A sum, A share) { return rows::Rsqrt(sum * share + eps); }, squares, share);
     if constexpr (kCentred) row.template StoreRow<Slot::kRow>(mean_out, mean);
     row.template StoreRow<Slot::kRow>(rstd_out, rstd);
     const auto result = [](A value, A mean, A rstd, A s, A b) { return (value - mean) * rstd * s + b; };
@@ -102,7 +98,7 @@ struct NormBackwardOp {
   static constexpr int kInputs = 2, kSlots = Slot::kSlots,
                        kBroadcasts = 1 << Slot::kScale | 1 << Slot::kBias | 1 << Slot::kWhere;
   static constexpr int kParameters = 1, kSums = kCentred ? 2 : 1, kSumSlot = Slot::kSum;
-  static constexpr bool kShort = kWhere;
+  static constexpr bool kShort = kWhere, kPadded = true;
 
   const T* x;
   const U* dy;
@@ -120,8 +116,10 @@ struct NormBackwardOp {
   }
   __host__ __device__ int Inputs() const { return dsum ? 3 : 2; }
   __device__ void Narrow(auto&) const {}
+  // scale, and 1 / columns
   __device__ auto Parameters(const auto& row) const {
-    return row.template KeepParameter<0>(row.template LoadParameter<Slot::kScale>(scale, A{1}));
+    return std::pair(row.template KeepParameter<0>(row.template LoadParameter<Slot::kScale>(scale, A{1})),
+                     rows::Reciprocal(static_cast<A>(row.columns())));
   }
   // mean and rstd
   __device__ auto Scalars(const auto& row) const {
@@ -129,39 +127,48 @@ struct NormBackwardOp {
                      row.template LoadRow<Slot::kRow>(rstd));
   }
   __device__ void operator()(auto& row) const {
-    (*this)(row, row.template LoadParameter<Slot::kScale>(scale, A{1}), Scalars(row));
+    (*this)(row,
+            std::pair(row.template LoadParameter<Slot::kScale>(scale, A{1}),
+                      rows::Reciprocal(static_cast<A>(row.columns()))),
+            Scalars(row));
   }
 
-  __device__ void operator()(auto& row, const auto& scales, const auto& statistics, auto&... sums_of_columns) const {
+  __device__ void operator()(auto& row, const auto& parameters, const auto& statistics,
+                             auto&... sums_of_columns) const {
+    const auto& [scales, share_of_columns] = parameters;
     const auto values = row.template Load<0>(x);
     const auto cotangent = row.template Load<1>(dy);
     const auto& [m, r] = statistics;
     const auto normalised =
-        rows::Map([](A value, A m, A r) { return (kCentred ? value - m : value) * r; }, values, m, r);
-    const auto gradient = rows::Map([](A g, A s) { return g * s; }, cotangent, scales);
+        row.KeepFew(rows::Map([](A value, A m, A r) { return (kCentred ? value - m : value) * r; }, values, m, r));
+    const auto gradient = row.KeepFew(rows::Map([](A g, A s) { return g * s; }, cotangent, scales));
     const auto product = [](A g, A x_hat) { return g * x_hat; };
-    const auto sums = row.template Reduce<rows::Sum>(gradient, rows::Map(product, gradient, normalised));
-    auto share = row.Same(rows::Reciprocal(static_cast<A>(row.columns())));
+    const auto add_columns = [&](int pack, int column) {
+      const auto dscale = rows::Map(product, cotangent, normalised);
+      if constexpr (kCentred) {
+        (sums_of_columns.AddPack(row, pack, column, dscale, cotangent), ...);
+      } else {
+        (sums_of_columns.AddPack(row, pack, column, dscale), ...);
+      }
+    };
+    const auto sums = row.template Reduce<rows::Sum>(gradient, rows::Map(product, gradient, normalised), add_columns);
+    auto share = row.Same(share_of_columns);
     const auto weights = Weights<kWhere, A>(row, where);
     if constexpr (kWhere) {
       share = row.Each([](A count) { return 1 / count; }, row.template Reduce<rows::Sum>(weights));
     }
-    const auto scaled = [](A sum, A share) { return sum * share; };
-    const auto mean_g = row.Each([=](A sum, A share) { return kCentred ? sum * share : A{0}; }, sums.first, share);
-    const auto mean_gx = row.Each(scaled, sums.second, share);
-    const auto result = [](A g, A x_hat, A w, A r, A mean_g, A mean_gx) {
-      return r * (kWhere ? g - w * fma(x_hat, mean_gx, mean_g) : fma(-x_hat, mean_gx, g - mean_g));
+    const auto scaled = [](A sum, A share, A r) { return sum * share * r; };
+    const auto of_g =
+        row.Each([=](A sum, A share, A r) { return kCentred ? scaled(sum, share, r) : A{0}; }, sums.first, share, r);
+    const auto of_gx = row.Each(scaled, sums.second, share, r);
+    const auto result = [](A g, A x_hat, A w, A r, A of_g, A of_gx) {
+      return kWhere ? fma(g, r, -w * fma(x_hat, of_gx, of_g)) : fma(-x_hat, of_gx, fma(g, r, -of_g));
     };
-    const auto own = rows::Map(result, gradient, normalised, weights, r, mean_g, mean_gx);
+    const auto own = rows::Map(result, gradient, normalised, weights, r, of_g, of_gx);
     if (dsum) {
       row.Store(dx, rows::Map([](A own, A added) { return own + added; }, own, row.template Load<2>(dsum)));
     } else {
       row.Store(dx, own);
-    }
-    if constexpr (kCentred) {
-      (sums_of_columns.Add(row, rows::Map(product, cotangent, normalised), cotangent), ...);
-    } else {
-      (sums_of_columns.Add(row, rows::Map(product, cotangent, normalised)), ...);
     }
   }
 };
@@ -193,15 +200,15 @@ struct NormStreams {
   template <class P, int kStages, bool kShared>
   using Looped = rows::Looped<P, kStages, kShared>;
   static constexpr int64_t kFewPairs = kCentred ? 6144 : 8192, kFewAcross = 0;
-  using Plain = Types<Looped<rows::Along<256, 4, 1, 1, 2>, 2, true>,  //   8192
-                      Looped<rows::Along<512, 4>, 2, true>,           //  16384
-                      Looped<rows::Along<512, 4, 1, 2>, 2, true>,     //  32768
-                      Looped<rows::Along<256, 4, 1, 8, 2>, 2, true>,  //  65536
-                      Looped<rows::Along<512, 4, 1, 8>, 2, true>,     // 131072
-                      Looped<rows::Along<512, 4, 1, 16>, 2, true>,    // 262144
+  using Plain = Types<Looped<rows::Along<256, 4, 1, 1, 2>, 2, false>,   //   8192
+                      Looped<rows::Along<512, 4>, 2, false>,            //  16384
+                      Looped<rows::Along<512, 4, 1, 2>, 2, false>,      //  32768
+                      Looped<rows::Along<256, 4, 1, 8, 2>, 2, false>,   //  65536
+                      Looped<rows::Along<256, 4, 1, 16, 2>, 2, false>,  // 131072
+                      Looped<rows::Along<512, 4, 1, 16>, 3, false>,     // 262144
                       // f32 alone has the registers
                       std::conditional_t<sizeof(T) == 4, Looped<rows::Along<512, 8, 1, 16>, 2, false>,
-                                         Looped<rows::Along<512, 4, 1, 16>, 2, true>>>;
+                                         Looped<rows::Along<512, 4, 1, 16>, 3, false>>>;
   using Shifted = Types<Looped<rows::Along<8, 3>, 2, false>, Looped<rows::Along<32, 2>, 2, false>,
                         Looped<rows::Along<64, 3>, 2, true>, Looped<rows::Along<256, 3, 1, 1, 3>, 2, true>,
                         Looped<rows::Along<512, 3>, 2, true>, Looped<rows::Along<256, 4, 1, 8, 2>, 2, true>,
