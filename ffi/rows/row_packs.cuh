@@ -1,0 +1,300 @@
+// The packs of rows that a thread works on: which they are, where they lie in
+// each tensor, and how they are read and written.
+#ifndef JAXOPS_ROWS_ROW_PACKS_CUH_
+#define JAXOPS_ROWS_ROW_PACKS_CUH_
+
+#include <cstdint>
+#include <limits>
+
+#include "rows/exchange.cuh"
+#include "rows/geometry.cuh"
+
+namespace jaxops::rows {
+
+// A broadcast operand: its layout's slot, its data (null: absent) and their
+// dtype.
+struct Operand {
+  const void* data = nullptr;
+  DataType type = DataType::F32;
+};
+
+// Reads through the cache for data that does not change; every operand of a
+// kernel is such data.
+template <class T, int N>
+__device__ Pack<T, N> ReadPack(const T* source) {
+  Pack<T, N> out;
+  constexpr int kBytes = sizeof(out);
+  if constexpr (kBytes >= 16) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i)
+      reinterpret_cast<uint4*>(&out)[i] = __ldg(reinterpret_cast<const uint4*>(source) + i);
+  } else if constexpr (kBytes == 8) {
+    reinterpret_cast<uint2&>(out) = __ldg(reinterpret_cast<const uint2*>(source));
+  } else if constexpr (kBytes == 4) {
+    reinterpret_cast<uint32_t&>(out) = __ldg(reinterpret_cast<const uint32_t*>(source));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.Set(i, source[i]);
+  }
+  return out;
+}
+
+// The same from any address, for words of 4 bytes: out of the aligned vectors
+// around them, as far as they hold one of the words [first, end), counted from
+// the source; zeros elsewhere. An aligned vector that holds a word of an array
+// lies in its allocation.
+template <class T, int N>
+__device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
+  static_assert(sizeof(T) == 4 && N % 4 == 0);
+  const int behind = static_cast<int>(reinterpret_cast<uintptr_t>(source) / 4 % 4);
+  Pack<T, 4> around[N / 4 + 1] = {};
+#pragma unroll
+  for (int v = 0; v <= N / 4; ++v) {
+    const int word = 4 * v - behind;
+    if (word + 3 >= first && word < end) around[v] = ReadPack<T, 4>(source + word);
+  }
+  T words[N + 3];
+#pragma unroll
+  for (int i = 0; i < N + 3; ++i)
+    words[i] = behind & 1 ? around[(i + 1) / 4].lane[(i + 1) % 4] : around[i / 4].lane[i % 4];
+  Pack<T, N> out;
+#pragma unroll
+  for (int i = 0; i < N; ++i) out.lane[i] = behind & 2 ? words[i + 2] : words[i];
+  if (first > 0 || end < N) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.lane[i] = i >= first && i < end ? out.lane[i] : 0;
+  }
+  return out;
+}
+
+// kPadded: packs beyond a row's end, and rows beyond the last, are zeros that
+// leave the body's sums alone, so that they are not tested for but where they
+// are stored.
+template <class P_, int kPack, Lay kLay_, class G, bool kPadded_>
+class RowPacks {
+ public:
+  using P = P_;
+  using Geometry = G;
+  static constexpr int kV = kPack;
+  static constexpr bool kPadded = kPadded_;
+  static constexpr bool kShifted = kLay_ == Lay::kShifted;
+  static constexpr int kSlots = G::kSlots;
+  static constexpr Lay kLay = kLay_;
+  static constexpr bool kHeld = P::kPacks > 0;
+  static constexpr int kRows = P::kAcross ? kV : P::kRows;   // that a thread works on
+  static constexpr int kStarts = P::kAcross ? 1 : P::kRows;  // places where its packs begin
+  static constexpr int kBlockRows = P::kTeams * (P::kAcross ? kV : P::kRows);
+  static constexpr int kPerRow = kHeld ? P::kPacks : 1;
+  static constexpr int kHeldPacks = kStarts * kPerRow;
+  static_assert(kHeld || P::kRows == 1);
+
+  explicit __device__ RowPacks(const G& geometry)
+      : geometry_(geometry),
+        lane_((P::kAcross ? threadIdx.x / P::kTeams : threadIdx.x % P::kLanes) +
+              (P::kCluster > 1 ? P::kLanes * ClusterRank() : 0)) {}
+
+  // Turns to the rows first, first + every, ... of a group whose offsets are
+  // given; across, to kV rows from `first`. From `end` on the last rows are
+  // repeated, and nothing is stored.
+  __device__ void MoveTo(int64_t first, int64_t every, int64_t end, const int64_t (&group)[G::kSlots]) {
+    limit_ = std::numeric_limits<int>::max();
+#pragma unroll
+    for (int s = 0; s < kStarts; ++s) {
+      const int64_t wanted = first + s * every;
+      live_[s] = wanted < end;
+      geometry_.rows.Offsets(live_[s] ? wanted : end - (P::kAcross ? kV : 1), offsets_[s]);
+#pragma unroll
+      for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += group[slot];
+      shift_[s] = kShifted ? static_cast<int>(offsets_[s][0] % kV) : 0;
+      if constexpr (kLay != Lay::kGeneral) {
+#pragma unroll
+        for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += FirstColumn(s) * ColumnStride(slot);
+      }
+    }
+  }
+
+  // Turns to the rows of this thread's team among [begin, begin + kBlockRows).
+  __device__ void MoveToTeam(int64_t begin, int64_t end, const int64_t (&group)[G::kSlots]) {
+    MoveTo(begin + Team() * (P::kAcross ? kV : 1), P::kTeams, end, group);
+  }
+  static __device__ int Team() { return P::kAcross ? threadIdx.x % P::kTeams : threadIdx.x / P::kLanes; }
+
+  __device__ int columns() const { return static_cast<int>(geometry_.columns.total); }
+  __device__ bool live(int pack) const { return live_[pack / kPerRow]; }
+
+  // Leaves out the columns from `limit` on, as far as they fill packs, until
+  // the next MoveTo.
+  __device__ void Limit(int limit) { limit_ = limit; }
+
+  // Calls fn(pack, column) for the thread's packs, and after() behind each run
+  // of at most kRun of them. An unaligned row's first pack begins at the pack
+  // boundary before the row, so that all accesses are aligned: its column is
+  // negative.
+  template <class Fn, class After>
+  __device__ void ForEachPack(Fn fn, After after) const {
+    const int end = min(columns(), limit_);
+    if constexpr (kPadded) {
+#pragma unroll
+      for (int pack = 0; pack < kHeldPacks; ++pack)
+        fn(pack, FirstColumn(pack / kPerRow) + pack % kPerRow * kColumnStep);
+      after();
+    } else if constexpr (kHeld) {
+      ForEachPackBetween(-kV, end, fn);
+      after();
+    } else {
+      for (int begin = FirstColumn(0); begin < end; begin += kRun * kColumnStep) {
+        const int stop = min(end, begin + kRun * kColumnStep);
+#pragma unroll 4
+        for (int column = begin; column < stop; column += kColumnStep) fn(0, column);
+        after();
+      }
+    }
+  }
+  template <class Fn>
+  __device__ void ForEachPack(Fn fn) const {
+    ForEachPack(fn, [] {});
+  }
+
+  // The packs that hold columns of the row, whatever kPadded.
+  template <class Fn>
+  __device__ void ForEachPackInside(Fn fn) const {
+    ForEachPackBetween(-kV, columns(), fn);
+  }
+
+  // Whether position i of a pack belongs to the row.
+  __device__ bool Inside(int column, int i) const {
+    return !kShifted || static_cast<unsigned>(column + i) < static_cast<unsigned>(columns());
+  }
+
+  // A pack of a tensor of x's shape, with its neighbours' elements where it
+  // overlaps the row's edges.
+  template <class T>
+  __device__ Pack<T, kV> Read(const T* tensor, int pack, int column) const {
+    const int64_t offset = Offset(0, pack, column);
+    if (!kShifted || offset + kV <= geometry_.size) return ReadPack<T, kV>(tensor + offset);
+    Pack<T, kV> values = {};
+#pragma unroll
+    for (int i = 0; i < kV; ++i)
+      if (offset + i < geometry_.size) values.Set(i, tensor[offset + i]);
+    return values;
+  }
+
+  // Puts `outside` where a pack overlaps the row's edges.
+  template <class T>
+  __device__ void Clip(Pack<T, kV>& values, int column, T outside) const {
+    if constexpr (kShifted) {
+      if (column >= 0 && column + kV <= columns()) return;
+#pragma unroll
+      for (int i = 0; i < kV; ++i)
+        if (!Inside(column, i)) values.Set(i, outside);
+    }
+  }
+
+  // A pack of a broadcast operand; anything beyond the row's edges.
+  template <int kSlot, class T>
+  __device__ Pack<T, kV> ReadBroadcast(const T* data, int pack, int column) const {
+    const T* const source = data + Offset(kSlot, pack, column);
+    [[maybe_unused]] const int64_t step = Step(kSlot);
+    if constexpr (kShifted && sizeof(T) == 4) {
+      if (step == 1) return ReadUnaligned<T, kV>(source, -column, columns() - column);
+    }
+    if constexpr (kLay == Lay::kPlain && !P::kAcross) {
+      return ReadPack<T, kV>(source);
+    } else {
+      if (kLay == Lay::kPlain && step != 0) return ReadPack<T, kV>(source);
+      Pack<T, kV> values = {};
+#pragma unroll
+      for (int i = 0; i < kV; ++i)
+        values.Set(i, Inside(column, i) ? source[kLay == Lay::kPlain ? 0 : i * step] : T(0.0f));
+      return values;
+    }
+  }
+
+  // The offset in a layout of a pack's first element.
+  __device__ int64_t Offset(int slot, int pack, int column) const {
+    const int64_t start = offsets_[pack / kPerRow][slot];
+    if constexpr (kLay == Lay::kGeneral) return start + geometry_.ColumnOffset(slot, column);
+    // The distance from the thread's first pack is the same for all threads: it
+    // costs no registers.
+    const int distance = kHeld ? pack % kPerRow * kColumnStep : column - FirstColumn(0);
+    return start + distance * ColumnStride(slot);
+  }
+  __device__ int64_t Step(int slot) const { return geometry_.steps[slot]; }
+
+  // The offset in a layout of the first row's column 0.
+  __device__ int64_t Origin(int slot) const { return offsets_[0][slot] - FirstColumn(0) * ColumnStride(slot); }
+
+  template <class T>
+  __device__ void Write(T* tensor, int pack, int column, const Pack<T, kV>& values) const {
+    if (!live(pack) || (kPadded && column >= columns())) return;
+    T* const target = tensor + Offset(0, pack, column);
+    if (!kShifted || (column >= 0 && column + kV <= columns())) {
+      *reinterpret_cast<Pack<T, kV>*>(target) = values;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kV; ++i)
+        if (Inside(column, i)) target[i] = values.Get(i);
+    }
+  }
+
+ protected:
+  static constexpr int kRun = 16;
+  static constexpr int kWide = P::kAcross ? 1 : kV;                    // columns a pack
+  static constexpr int kColumnStep = P::kLanes * P::kCluster * kWide;  // from a thread's pack to its next
+
+  // For the packs that begin in [from, to).
+  template <class Fn>
+  __device__ void ForEachPackBetween(int from, int to, Fn fn) const {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (int k = 0; k < P::kPacks; ++k)
+#pragma unroll
+        for (int s = 0; s < kStarts; ++s) {
+          const int column = FirstColumn(s) + k * kColumnStep;
+          if (column >= from && column < to) fn(s * P::kPacks + k, column);
+        }
+    } else {
+      for (int column = FirstColumn(0); column < to; column += kColumnStep)
+        if (column >= from) fn(0, column);
+    }
+  }
+
+  // How many of the row's columns the thread's warp has: the same for all rows
+  // of the thread but where they begin at different places in a pack.
+  __device__ int ColumnsOfWarp() const {
+    int inside = 0;
+    ForEachPack([&](int pack, int column) {
+      if (pack >= kPerRow && kHeld) return;
+      if constexpr (kShifted) {
+        inside += max(0, min(column + kV, columns()) - max(column, 0));
+      } else {
+        inside += kWide;
+      }
+    });
+#pragma unroll
+    for (int distance = P::kWarpLanes / 2; distance > 0; distance /= 2)
+      inside += __shfl_xor_sync(0xffffffffu, inside, distance * P::kStep);
+    return inside;
+  }
+
+  __device__ int FirstColumn(int start) const { return lane_ * kWide - shift_[start]; }
+  __device__ int64_t ColumnStride(int slot) const {
+    return slot == 0 && !P::kAcross ? 1 : geometry_.columns.strides[0][slot];
+  }
+
+  template <int kSlot>
+  __device__ int64_t RowOffset(int r) const {
+    return P::kAcross ? offsets_[0][kSlot] + r * geometry_.steps[kSlot] : offsets_[r][kSlot];
+  }
+
+  const G& geometry_;
+  int lane_;
+  int64_t offsets_[kStarts][G::kSlots];
+  int shift_[kStarts];
+  bool live_[kStarts];
+  int limit_ = std::numeric_limits<int>::max();
+};
+
+}  // namespace jaxops::rows
+
+#endif  // JAXOPS_ROWS_ROW_PACKS_CUH_
