@@ -71,9 +71,7 @@ def resized(call: frames.Call, rows: int, columns: int, length: int = LENGTH) ->
     sizes = {ROWS: rows, LENGTH: length, COLUMNS: columns}
 
     def buffers(given: Sequence[frames.Operand]) -> tuple[frames.Operand, ...]:
-        return tuple(
-            frames.Operand(tuple(sizes.get(d, d) for d in operand.shape), operand.code) for operand in given
-        )
+        return tuple(frames.Operand(tuple(sizes.get(d, d) for d in operand.shape), operand.code) for operand in given)
 
     return call.replace(operands=buffers(call.operands), results=buffers(call.results))
 
@@ -107,8 +105,14 @@ def matmul_calls() -> list[frames.Call]:
 
 
 def tile_calls() -> Iterator[frames.Call]:
-    """A product by every tile of every arithmetic: one block's sums, and where there are clusters those of two blocks."""
-    dtypes = {"16bit": (16, 16, 16), "tf32": (11, 11, 11), "f32": (11, 11, 11), "f8": (20, 19, 16), "f8 fast": (19, 20, 11)}
+    """A product by every tile of every arithmetic, and by two blocks a tile where clusters can sum their parts."""
+    dtypes = {
+        "16bit": (16, 16, 16),
+        "tf32": (11, 11, 11),
+        "f32": (11, 11, 11),
+        "f8": (20, 19, 16),
+        "f8 fast": (19, 20, 11),
+    }
     for name, arithmetic in choices.ARITHMETICS.items():
         for tile, splits, odd in itertools.product(choices.TILES[name], (1, 2), (False, True)):
             if (splits == 2 and not tile.clusters) or (odd and not tile.stores_any_rows):
@@ -138,7 +142,8 @@ def tile_calls() -> Iterator[frames.Call]:
                 "lhs_copy": copies[0],
                 "rhs_copy": copies[1],
             }
-            flags = dict.fromkeys(("lhs_transposed", "rhs_transposed", "has_preactivation", "has_partials"), False)
+            names = ("lhs_transposed", "rhs_transposed", "has_scale", "has_preactivation", "has_partials")
+            flags = dict.fromkeys(names, False)
             yield frames.Call(
                 "matmul",
                 (frames.Operand((m, k), lhs), frames.Operand((k, n), rhs)),
@@ -155,8 +160,9 @@ def _buffer_changes(index: int, operand: frames.Operand) -> Iterator[tuple[str, 
     shape = operand.shape
     for axis, size in enumerate(shape):
         for changed in (size - 1, size + 1, -1, 2**62):
-            yield f"size {changed} of axis {axis}", frames.Operand(
-                (*shape[:axis], changed, *shape[axis + 1 :]), operand.code
+            yield (
+                f"size {changed} of axis {axis}",
+                frames.Operand((*shape[:axis], changed, *shape[axis + 1 :]), operand.code),
             )
     for ranked in (shape[1:], (1, *shape), (*shape, 1), ()):
         if ranked != shape:
@@ -197,7 +203,8 @@ def malformed(call: frames.Call) -> Iterator[tuple[str, frames.Call]]:
     for field in ("operands", "results"):
         buffers = getattr(call, field)
         for i, buffer in enumerate(buffers):
-            yield f"{field[:-1]} {i} missing", call.replace(**{field: (*buffers[:i], *buffers[i + 1 :])})
+            if call.handler != "matmul" or field == "results" or i < 2:  # there may be no bias
+                yield f"{field[:-1]} {i} missing", call.replace(**{field: (*buffers[:i], *buffers[i + 1 :])})
             for what, changed in _buffer_changes(i, buffer):
                 chunks = len(buffer.shape) == 4 and buffer.shape[2]
                 if chunks and what in (f"size {n} of axis 2" for n in (chunks - 1, chunks + 1) if n > 0):
@@ -218,7 +225,7 @@ def malformed(call: frames.Call) -> Iterator[tuple[str, frames.Call]]:
                 yield f"{name} is {wrong!r}", call.replace(attributes=attributes | {name: wrong})
         for wrong in _wrong_values(name, value, rank):
             yield f"{name} is {wrong!r}", call.replace(attributes=attributes | {name: wrong})
-        if name.startswith("has_"):
+        if name.startswith("has_") and (call.handler, name) != ("matmul", "has_scale"):  # a bias could be a scale
             yield f"{name} is {not value}", call.replace(attributes=attributes | {name: np.bool_(not value)})
     yield "an attribute too many", call.replace(attributes=attributes | {"more": np.int32(0)})
     if call.attributes.get("query_axis", -1) >= 0:

@@ -93,7 +93,7 @@ class Call:
         if self.handler == "matmul":
             return set(range(1 + bool(self.attributes["has_preactivation"]), len(self.results)))
         sums = any(self.attributes.get(name) for name in ("has_dscale", "has_dbias"))
-        return {1} if self.handler.endswith("_bwd") and sums else set()
+        return {int(self.attributes.get("has_dz", True))} if self.handler.endswith("_bwd") and sums else set()
 
 
 def record(function: Callable, *args: Any, platform: str = "cpu") -> list[Call]:
@@ -243,9 +243,26 @@ _ScheduleArguments = _struct("ScheduleArguments", *_HEAD, ("context", _POINTER),
 _ThreadsArguments = _struct("ThreadsArguments", *_HEAD, ("context", _POINTER), ("threads", c.POINTER(_LONG)))
 
 _Version = _struct("Version", *_HEAD, ("major", _INT), ("minor", _INT))
-_API = """Error_Create Error_GetMessage Error_Destroy Handler_Register Stream_Get Type_Register ExecutionContext_Get
-State_Set State_Get DeviceMemory_Allocate DeviceMemory_Free ThreadPool_Schedule ThreadPool_NumThreads Future_Create
-Future_SetAvailable Future_SetError RunId_Get DeviceOrdinal_Get""".split()
+_API = [
+    "Error_Create",
+    "Error_GetMessage",
+    "Error_Destroy",
+    "Handler_Register",
+    "Stream_Get",
+    "Type_Register",
+    "ExecutionContext_Get",
+    "State_Set",
+    "State_Get",
+    "DeviceMemory_Allocate",
+    "DeviceMemory_Free",
+    "ThreadPool_Schedule",
+    "ThreadPool_NumThreads",
+    "Future_Create",
+    "Future_SetAvailable",
+    "Future_SetError",
+    "RunId_Get",
+    "DeviceOrdinal_Get",
+]
 _Api = _struct("Api", *_HEAD, ("version", _Version), ("internal", _POINTER), *((name, _POINTER) for name in _API))
 
 
@@ -429,9 +446,7 @@ def run(
         if i < split:
             inside = image[zone : zone + buffer.bytes]
             assert np.array_equal(inside, contents[i]), f"{call.handler}: {what} was written"
-    return [
-        image[zone : zone + buffer.bytes] for image, buffer in zip(images[split:], call.results, strict=True)
-    ]
+    return [image[zone : zone + buffer.bytes] for image, buffer in zip(images[split:], call.results, strict=True)]
 
 
 def check_memory(half: str, memory: Host | Device, call: Call, rng: np.random.Generator) -> None:

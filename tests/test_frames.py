@@ -1,5 +1,6 @@
 """The handlers on call frames made here: bounds of what they read and write, and frames that XLA never sends."""
 
+import contextlib
 import dataclasses
 
 import frames
@@ -23,10 +24,8 @@ def memory():
     """The memory of each half that can run here."""
     found = {"cpu": frames.Host()}
     if "cuda" in _kernel.HANDLERS:
-        try:
+        with contextlib.suppress(OSError, RuntimeError):  # no driver, no device
             found["cuda"] = frames.Device()
-        except (OSError, RuntimeError):  # no driver, no device
-            pass
     return found
 
 

@@ -195,7 +195,9 @@ def test_rows_on_a_gpu(op, shape, on_gpu):
     for got, target in zip(jax.jit(corners)(*patterns), wanted, strict=False):
         for corner in got:
             corner = np.asarray(corner, np.float64).reshape(8, -1)
-            np.testing.assert_allclose(corner, target[:, None] + 0 * corner, rtol=2e-2, atol=1e-2 * np.abs(target).max())
+            np.testing.assert_allclose(
+                corner, target[:, None] + 0 * corner, rtol=2e-2, atol=1e-2 * np.abs(target).max()
+            )
 
 
 @pytest.mark.slow
@@ -223,7 +225,10 @@ def test_matmul_on_a_gpu(precision, on_gpu):
 def run_python(script, tmp_path, **environment):
     tests = os.path.dirname(__file__)
     result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])} | environment,
     )
     assert result.returncode == 0, result.stderr

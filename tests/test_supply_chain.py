@@ -17,9 +17,22 @@ ROOT = Path(__file__).parents[1]
 
 #: Networks, other programs, code from data.
 FORBIDDEN_MODULES = {
-    "asyncio", "dbm", "ftplib", "http", "marshal", "multiprocessing", "pickle", "requests", "shelve", "smtplib", "socket",
-    "ssl", "subprocess", "urllib", "xmlrpc",
-}  # fmt: skip
+    "asyncio",
+    "dbm",
+    "ftplib",
+    "http",
+    "marshal",
+    "multiprocessing",
+    "pickle",
+    "requests",
+    "shelve",
+    "smtplib",
+    "socket",
+    "ssl",
+    "subprocess",
+    "urllib",
+    "xmlrpc",
+}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "numpy.load", "np.load"}
 
 
