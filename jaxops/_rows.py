@@ -142,7 +142,7 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     nothing but the operands, so that results do not depend on the device.
     """
     row_bytes = columns * itemsize
-    if itemsize == 2:
+    if itemsize == 2 and columns % 8 == 0:
         limits = ((512, 528), (2048, 396), (12288, 264), (16384, 132), (32768, 66), (65536, 30), (131072, 15))
     else:
         limits = ((512, 792), (2048, 528), (12288, 264), (32768, 132), (65536, 66), (131072, 30), (262144, 15))
