@@ -92,8 +92,8 @@ _COMMON_TILES = (
     Tile(64, 64, False, 0.45, clusters=True),
     Tile(64, 128, False, 0.7, clusters=True),
     Tile(128, 128, False, 0.84, clusters=True),
-    Tile(128, 128, True, 0.98, band=2),
-    Tile(128, 192, True, 0.99, stores_any_rows=False),
+    Tile(128, 128, True, 0.99, band=2),
+    Tile(128, 192, True, 1.0, stores_any_rows=False),
     Tile(128, 256, False, 0.98),
     Tile(256, 192, False, 0.98, stores_any_rows=False),
 )
