@@ -143,7 +143,7 @@ def _arrays(case: Case, values: str, rng) -> dict[str, np.ndarray]:
 
 def _let_rows_count(case, found, mapped):
     options = dict(case.options)
-    rank = len(dict((name, shape) for name, shape, _ in case.operands)["x"])
+    rank = len(next(shape for name, shape, _ in case.operands if name == "x"))
     axes = _axes(options["axis"], rank)
     mask = found["where"]
     mask = np.moveaxis(mask, mapped["where"], 0) if "where" in mapped else mask[None]
@@ -274,9 +274,7 @@ def _prepare(case: Case, values: str) -> _Prepared:
     if case.derivative == "jvp":
         directions = _directions(case, rng)
     elif case.derivative == "vjp":
-        directions = [
-            rng.standard_normal(v.value.shape).astype(dtype) for v, dtype in zip(values, dtypes, strict=True)
-        ]
+        directions = [rng.standard_normal(v.value.shape).astype(dtype) for v, dtype in zip(values, dtypes, strict=True)]
     wanted = []
     for one in exact:
         results = list(one.value())
@@ -305,8 +303,10 @@ def failures(cases: list[Case]) -> list[str]:
     x64 = x64 or any(value == "float64" for case in cases for _, value in case.options)
     found = []
     with jax.enable_x64(x64), np.errstate(all="ignore"):
-        rounds = [[_prepare(case, values) for case, values in zip(cases, several, strict=True)]
-                  for several in zip(*(case.values for case in cases), strict=True)]
+        rounds = [
+            [_prepare(case, values) for case, values in zip(cases, several, strict=True)]
+            for several in zip(*(case.values for case in cases), strict=True)
+        ]
         compiled = [p for p in rounds[0] if not p.case.eager]
         program = jax.jit(lambda inputs: [p.compute(*xs) for p, xs in zip(compiled, inputs, strict=True)])
         for i, prepared in enumerate(rounds):

@@ -1,9 +1,9 @@
 """The ops in closed form on numpy's widest float: values, cotangents and tangents, with what rounding may add to them.
 
 Every result is a pair of exact values and of noise: the absolute error that the op's arithmetic may have, to first
-order, besides the rounding of the result itself. It follows from what the docstrings promise: sums and statistics in f32
-(f64 as soon as an operand is f64), intermediate tensors in the dtypes of operands and results. One call of `error` then
-measures any op and input in one unit, in which bounds are of order one.
+order, besides the rounding of the result itself. It follows from what the docstrings promise: sums and statistics in
+f32 (f64 as soon as an operand is f64), intermediate tensors in the dtypes of operands and results. `error` measures any
+op and input in one unit, in which bounds are of order one.
 """
 
 from __future__ import annotations
@@ -301,10 +301,13 @@ class Norm(_Oracle):
             centre = self._mean(dx) if self.op == "layer_norm" else self.real(0)
             change = self.rstd * (dx - centre - self.normal * product)
             terms = size + (self._mean(size) if self.op == "layer_norm" else 0) + np.abs(self.normal) * sizes
-            noise = eps(self.acc) * terms + self.noise * np.abs(product) + np.abs(self.normal) * (
-                self._mean(self.noise * size)
+            noise = (
+                eps(self.acc) * terms
+                + self.noise * np.abs(product)
+                + np.abs(self.normal) * (self._mean(self.noise * size))
             )
-            noise = noise + rounded + self._mean(rounded) + np.abs(self.normal) * self._mean(np.abs(self.normal) * rounded)
+            through = self._mean(np.abs(self.normal) * rounded)
+            noise = noise + rounded + self._mean(rounded) + np.abs(self.normal) * through
             precise = jnp.promote_types(self.total, self.dtype)  # in which the change is kept before it is scaled
             noise = self.rstd * noise + eps(precise) * np.abs(change)
             noise = np.where(np.abs(change) < float(jnp.finfo(precise).max), noise, np.inf)
@@ -352,14 +355,14 @@ class Matmul(_Oracle):
         self.dtype, self.activation = np.dtype(dtype), activation
         a, b = self.operands["a"], self.operands["b"]
         self.acc = accumulator(a.dtype, b.dtype, dtype)
-        self.multiply = multiply + eps(self.acc)
+        self.multiply = multiply
         self.a = self.wide(a)[None] if a.ndim == 1 else self.wide(a)
         self.b = self.wide(b)[:, None] if b.ndim == 1 else self.wide(b)
         self.unit = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
         self.scales = {name: self.wide(v) for name, v in self.operands.items() if name.endswith("scale")}
         self.scale = np.prod([self.real(1), *self.scales.values()])
         self.product = np.matmul(self.a, self.b)
-        noise = self.multiply * np.matmul(np.abs(self.a), np.abs(self.b))
+        noise = self._rounding(self.a, self.b)
         self.product_noise = noise + 2 * eps(self.acc) * np.abs(self.product) * bool(self.scales)
         z, noise = self.product * self.scale, self.product_noise * np.abs(self.scale)
         if bias is not None:
@@ -368,6 +371,11 @@ class Matmul(_Oracle):
         self.z, self.z_noise = z, noise
         with np.errstate(all="ignore"):
             self.f, self.slope, self.curvature = _activate(activation, z)
+
+    def _rounding(self, left, right) -> np.ndarray:
+        """Of a product: that of its factors, and of sums of k terms, which grows as the root of k."""
+        relative = self.multiply + eps(self.acc) * max(1.0, left.shape[-1] ** 0.5 / 2)
+        return relative * np.matmul(np.abs(left), np.abs(right))
 
     def _finish(self, value, noise) -> tuple[Wanted, ...]:
         return (Wanted(np.squeeze(value, self.unit), np.squeeze(noise, self.unit)),)
@@ -396,7 +404,8 @@ class Matmul(_Oracle):
         found = {}
         for name in self.scales:
             other = np.prod([self.real(1), *(v for key, v in self.scales.items() if key != name)])
-            noise = g_noise * np.abs(self.product) + np.abs(g) * (self.product_noise + eps(self.dtype) * np.abs(self.product))
+            product_noise = self.product_noise + eps(self.dtype) * np.abs(self.product)
+            noise = g_noise * np.abs(self.product) + np.abs(g) * product_noise
             terms = g * self.product
             noise = noise.sum() + eps(self.acc, self.operands[name].dtype) * np.abs(terms).sum()
             found[name] = Wanted(terms.sum() * other, noise * np.abs(other))
@@ -404,7 +413,7 @@ class Matmul(_Oracle):
             g_noise = (g_noise + eps(self.dtype) * np.abs(g)) * np.abs(self.scale)
         unscaled, g = (g, g_noise / np.abs(self.scale) if self.scales else g_noise), g * self.scale
         for name, left, right in (("a", g, self.b.swapaxes(-1, -2)), ("b", self.a.swapaxes(-1, -2), g)):
-            noise = self.multiply * np.matmul(np.abs(left), np.abs(right))
+            noise = self._rounding(left, right)
             factors = (g_noise, np.abs(right)) if name == "a" else (np.abs(left), g_noise)
             total = Wanted(np.matmul(left, right), noise + np.matmul(*factors))
             x, shape = self.operands[name], (self.a if name == "a" else self.b).shape
@@ -422,11 +431,11 @@ class Matmul(_Oracle):
         given = {name: self.wide(t) for name, t in tangents.items()}
         if "a" in given:
             t = given["a"].reshape(self.a.shape)
-            dz, noise = dz + t @ self.b, noise + self.multiply * (np.abs(t) @ np.abs(self.b))
+            dz, noise = dz + t @ self.b, noise + self._rounding(t, self.b)
         if "b" in given:
             t = given["b"].reshape(self.b.shape)
             noise = noise + eps(self.dtype) * np.abs(dz)
-            dz, noise = dz + self.a @ t, noise + self.multiply * (np.abs(self.a) @ np.abs(t))
+            dz, noise = dz + self.a @ t, noise + self._rounding(self.a, t)
             noise = noise + eps(self.dtype) * (np.abs(self.a @ t))
         if self.scales:
             noise = (noise + 2 * eps(self.dtype) * np.abs(dz)) * np.abs(self.scale)

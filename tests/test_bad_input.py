@@ -111,9 +111,7 @@ CASES = {
             platform=(ValueError, "must be one of cpu, cuda, rocm, tpu or None, got", "gpu", 3, ("cpu",)),
         ),
     ],
-    "jaxops.patch_jax_nn": list(
-        wrong(lambda listener: jaxops.patch_jax_nn(listener).__enter__(), listener=(TypeError, "callable, got", 3, None))
-    ),
+    "jaxops.patch_jax_nn": list(wrong(lambda listener: jaxops.patch_jax_nn(listener).__enter__(), listener=CALLABLE)),
     "jaxops.checkpoint_policies.save_only_these_ops": list(
         wrong(
             lambda ops: jaxops.checkpoint_policies.save_only_these_ops(ops),
@@ -184,9 +182,7 @@ CASES = {
     "jaxops.flax.linen.swapped": list(wrong(linen.swapped, functions=FLAG, products=FLAG)),
     "jaxops.flax.nnx.swap": [
         *wrong(nnx.swap, model=(TypeError, "must be a flax.nnx module, got", 3, flax_linen.Dense(3))),
-        *wrong(
-            lambda **options: nnx.swap(flax_nnx.Linear(3, 4, rngs=rngs()), **options), copy=FLAG, products=FLAG
-        ),
+        *wrong(lambda **options: nnx.swap(flax_nnx.Linear(3, 4, rngs=rngs()), **options), copy=FLAG, products=FLAG),
     ],
     "jaxops.flax.linen.LayerNorm": list(layer_calls(linen_layer(linen.LayerNorm()), norm=True)),
     "jaxops.flax.linen.RMSNorm": list(layer_calls(linen_layer(linen.RMSNorm()), norm=True)),

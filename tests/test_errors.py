@@ -145,7 +145,7 @@ def matmul_cases():
     yield case(ValueError, f"{precision} 3.5", op, X, SQUARE, precision=3.5)
     yield case(TypeError, f"{precision} {{}}", op, X, SQUARE, precision={})
     yield case(TypeError, "preferred_element_type", op, X, SQUARE, preferred_element_type="nonsense")
-    yield case(TypeError, "out_sharding must be a NamedSharding, a PartitionSpec or None", op, X, SQUARE, out_sharding="x")
+    yield case(TypeError, "out_sharding must be a NamedSharding, a PartitionSpec or None", op, X, X.T, out_sharding="x")
     yield case(TypeError, "positional argument", op, X, SQUARE, None)
 
 

@@ -3,8 +3,10 @@
 import importlib.metadata
 import importlib.resources
 import os
+import pathlib
 import subprocess
 import sys
+import tomllib
 import warnings
 
 import jax
@@ -59,10 +61,42 @@ def test_jaxlib_older_than_the_headers_is_refused():
     _load.check_versions("0.12.1", "0.12.1", "0.12.0.1")
 
 
-def test_headers_are_old_enough_for_every_supported_jaxlib():
-    """The build takes the oldest supported jaxlib's headers; a build with others is refused by older jaxlibs."""
-    assert _load._parse(_cpu.jaxlib_headers) >= _load.SUPPORTED[0]
+def test_handlers_are_built_with_the_headers_of_the_oldest_supported_jaxlib():
+    """And run with this one, whichever it is: `make` and pip build so; a build with others is refused by older ones."""
+    root = pathlib.Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    (pinned,) = (name for name in project["build-system"]["requires"] if name.startswith("jaxlib"))
+    oldest = ".".join(map(str, _load.SUPPORTED[0])) + ".0"
+    assert pinned == f"jaxlib=={oldest}"
+    if _load._parse(_cpu.jaxlib_headers) != _load._parse(oldest):
+        assert _load._parse(_cpu.jaxlib_headers) > _load.SUPPORTED[0]
+        pytest.skip(f"this build took the headers of jaxlib {_cpu.jaxlib_headers}")
     _load.check_versions(jax.__version__, jaxlib.__version__, _cpu.jaxlib_headers)
+    np.testing.assert_array_equal(jax.jit(jaxops.softmax)(jnp.zeros((1, 2))), [[0.5, 0.5]])
+
+
+def test_the_distribution_requires_what_import_accepts():
+    low, high = (".".join(map(str, bound)) for bound in _load.SUPPORTED)
+    root = pathlib.Path(__file__).parents[1]
+    dependencies = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {f"jax>={low},<{high}", f"jaxlib>={low},<{high}"} <= set(dependencies)
+
+
+@pytest.mark.parametrize("package", ["jax", "jaxlib"])
+def test_import_beside_a_future_version_is_refused(package, tmp_path):
+    """By the import itself, in a fresh process, and without a trace in XLA."""
+    script = f"""
+import {package}, jax
+{package}.__version__ = "0.13.0"
+try:
+    import jaxops
+except ImportError as error:
+    print("refused:", error)
+print(jax.numpy.zeros(2).sum())
+"""
+    lines = python(script, tmp_path, JAX_PLATFORMS="cpu").splitlines()
+    assert lines[0].startswith("refused: jaxops") and f"{package} 0.13.0 is installed" in lines[0]
+    assert lines[1] == "0.0"
 
 
 def test_nothing_is_registered_on_an_unsupported_version(monkeypatch):

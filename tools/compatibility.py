@@ -14,7 +14,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
-TESTS = "import registry transformations flax_linen flax_nnx patch explain fuzz".split()
+TESTS = ("import", "registry", "transformations", "flax_linen", "flax_nnx", "patch", "explain", "fuzz")
 
 
 def pythons() -> list[str]:
