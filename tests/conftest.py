@@ -22,6 +22,13 @@ def x64():
         yield
 
 
+@pytest.fixture
+def full_precision():
+    """f32 in full precision unless a test says otherwise: the default on a GPU is TF32, there and in the reference."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def on_gpu():
     return jax.default_backend() == "gpu"

@@ -22,8 +22,10 @@ FUNCTIONS = [n for n, value in OBJECTS.items() if inspect.isfunction(value) and 
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_examples(name):
+def test_examples(name, on_gpu):
     """On the CPU, whose digits the docstrings show."""
+    if on_gpu and name == "jaxops.disabled_checks":
+        pytest.skip("what is exported where there is a GPU is for the GPU")
     tests = [t for t in doctest.DocTestFinder(recurse=False).find(OBJECTS[name], name, globs={}) if t.examples]
     assert tests, f"{name} has no example"
     report = []

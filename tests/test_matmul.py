@@ -20,12 +20,7 @@ from jaxops._comparison import value_and_gradients
 from jaxops.ops import _matmul_choice as choices
 
 
-@pytest.fixture(autouse=True)
-def full_precision():
-    """f32 in full precision unless a test says otherwise: the default on a GPU is TF32, there and in the reference."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
+pytestmark = pytest.mark.usefixtures("full_precision")
 
 #: The relative rounding error of TF32 operands, truncated as the tensor cores do.
 TF32 = 2**-10
@@ -418,9 +413,10 @@ def call_with_bias(activation, a, b, bias=None):
     return jaxops.matmul(a, b, bias=bias, activation=activation)
 
 
-def test_sums_are_rounded_once(rng):
+def test_sums_are_rounded_once(rng, on_gpu):
     """Bias and activation meet the f32 sum, not its bf16 rounding: within one rounding of the exact result."""
-    a, b = normal(rng, (16, 64), "bfloat16"), normal(rng, (64, 16), "bfloat16")
+    size = 2048 if on_gpu else 16  # on a GPU one for which a kernel is chosen, not XLA's dot
+    a, b = normal(rng, (size, 64), "bfloat16"), normal(rng, (64, size), "bfloat16")
     sums = wide(a) @ wide(b)
     got = jaxops.matmul(a, b, bias=jnp.asarray(-sums.round(), jnp.float32), activation="relu")
     assert_matches(got, np.maximum(sums - sums.round(), 0), rounding=1)

@@ -354,11 +354,12 @@ def _debug_nans(f, *xs):
 
 @transformation("jax.debug")
 def _debug(f, *xs):
+    """In order: without it XLA for GPUs fails to compile jax.nn.softmax followed by a callback (jaxlib 0.11.2)."""
     seen = []
 
     def step(*xs):
         y = f(*xs)
-        jax.debug.callback(lambda v: seen.append(np.asarray(v)), y)
+        jax.debug.callback(lambda v: seen.append(np.asarray(v)), y, ordered=True)
         return y
 
     y = jax.jit(step)(*xs)

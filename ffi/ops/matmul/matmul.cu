@@ -76,26 +76,54 @@ bool IsHopper() {
          minor == 0;
 }
 
+// The matrices of an operand as they lie in memory.
+MatrixStack AsTheyLie(const AnyBuffer& source, bool transposed, int64_t rows, int64_t columns) {
+  if (transposed) std::swap(rows, columns);
+  return {source.untyped_data(), static_cast<int64_t>(source.element_count()) / (rows * columns), rows, columns};
+}
+
+// Whether the workspaces have the shapes and dtypes that the choice implies.
+Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem& p, const Choice& choice,
+                      const MoreResults& results) {
+  const auto check_copy = [&](const char* name, const AnyBuffer& source, const MatrixStack& from, OperandCopy how,
+                              const std::optional<AnyBuffer>& copy) {
+    if (how == OperandCopy::kNone) return Error::Success();
+    const bool turned = how == OperandCopy::kTransposed;
+    const auto shape = copy->dimensions();
+    if (copy->element_type() != source.element_type() || shape.size() != 3 ||
+        shape[0] != from.slices * (choice.terms == 1 ? 1 : 2) || shape[1] != (turned ? from.columns : from.rows) ||
+        shape[2] < (turned ? from.rows : from.columns) || shape[2] * ffi::ByteWidth(source.element_type()) % 16 != 0) {
+      return Invalid(kHandler, std::string("the copy of ") + name + " has another shape or dtype than its place");
+    }
+    return Error::Success();
+  };
+  JAXOPS_RETURN_IF_ERROR(
+      check_copy("lhs", lhs, AsTheyLie(lhs, p.lhs_transposed, p.m, p.k), choice.lhs_copy, results.lhs_copy));
+  JAXOPS_RETURN_IF_ERROR(
+      check_copy("rhs", rhs, AsTheyLie(rhs, p.rhs_transposed, p.k, p.n), choice.rhs_copy, results.rhs_copy));
+  if (results.partials) {
+    const auto shape = results.partials->dimensions();
+    if (results.partials->element_type() != DataType::F32 || shape.size() != 4 || shape[0] != choice.splits ||
+        shape[1] != p.batches || shape[2] != p.m || shape[3] != p.n) {
+      return Invalid(kHandler, "the partial results' shape or dtype is off: " + Describe(shape));
+    }
+  }
+  if (results.unfit && (results.unfit->element_type() != DataType::S32 || results.unfit->element_count() != 1))
+    return Invalid(kHandler, "products in parts need a flag, one int32");
+  return Error::Success();
+}
+
 // Describes an operand, and enqueues the copy of it that the choice asks for.
 template <class T>
-Error PrepareOperand(Device stream, const char* name, const AnyBuffer& source, bool transposed, int64_t rows,
-                     int64_t columns, OperandCopy how, const std::optional<AnyBuffer>& copy, int terms, int32_t* unfit,
-                     WgmmaOperand* operand) {
-  const int parts = terms == 1 ? 1 : 2;
-  const int64_t slices = static_cast<int64_t>(source.element_count()) / (rows * columns);
+Error PrepareOperand(Device stream, const MatrixStack& from, bool transposed, OperandCopy how,
+                     const std::optional<AnyBuffer>& copy, int terms, int32_t* unfit, WgmmaOperand* operand) {
   if (how == OperandCopy::kNone) {
-    *operand = {source.untyped_data(), transposed, slices, columns};
-    return std::is_same_v<T, float> ? Invalid(kHandler, std::string(name) + ", f32, needs a copy") : Error::Success();
+    *operand = {from.data, transposed, from.slices, from.columns};
+    return std::is_same_v<T, float> ? Invalid(kHandler, "f32 operands need a copy") : Error::Success();
   }
   const bool turned = how == OperandCopy::kTransposed;
-  const int64_t copied_rows = turned ? columns : rows, copied_columns = turned ? rows : columns;
-  if (!copy || copy->element_type() != source.element_type() || copy->dimensions().size() != 3 ||
-      copy->dimensions()[0] != slices * parts || copy->dimensions()[1] != copied_rows ||
-      copy->dimensions()[2] < copied_columns || copy->dimensions()[2] * sizeof(T) % 16 != 0) {
-    return Invalid(kHandler, std::string("the copy of ") + name + " has another shape or dtype than its place");
-  }
+  const int parts = terms == 1 ? 1 : 2;
   const int64_t stride = copy->dimensions()[2];
-  const MatrixStack from = {source.untyped_data(), slices, rows, columns};
   void* const to = copy->untyped_data();
   cudaError_t status = cudaErrorNotSupported;
   if (parts == 2) {
@@ -111,7 +139,7 @@ Error PrepareOperand(Device stream, const char* name, const AnyBuffer& source, b
   } else if constexpr (sizeof(T) == 1) {
     status = matmul::LaunchRearrange<uint8_t, true, false>(stream, from, to, stride, nullptr);
   }
-  *operand = {to, transposed != turned, slices * parts, stride};
+  *operand = {to, transposed != turned, from.slices * parts, stride};
   return FromCuda(kHandler, status);
 }
 
@@ -127,30 +155,18 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
   plan.promote = choice.promote;
   plan.wide_out = wide_out;
   plan.splits = choice.splits;
-  if (results.partials) {
-    const auto shape = results.partials->dimensions();
-    if (results.partials->element_type() != DataType::F32 || shape.size() != 4 || shape[0] != plan.splits ||
-        shape[1] != problem.batches || shape[2] != problem.m || shape[3] != problem.n) {
-      return Invalid(kHandler, "the partial results' shape or dtype is off: " + Describe(shape));
-    }
-    plan.partials = Data<float>(*results.partials);
-  }
+  if (results.partials) plan.partials = Data<float>(*results.partials);
   int32_t* unfit = nullptr;
-  if (choice.terms == 3) {
-    if (!results.unfit || results.unfit->element_type() != DataType::S32 || results.unfit->element_count() != 1)
-      return Invalid(kHandler, "products in parts need a flag, one int32");
+  if (results.unfit) {
     unfit = Data<int32_t>(*results.unfit);
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(unfit, 0, sizeof(*unfit), stream)));
   }
-  const auto shape = [](bool transposed, int64_t rows, int64_t columns) {
-    return transposed ? std::pair(columns, rows) : std::pair(rows, columns);
-  };
-  const auto [lhs_rows, lhs_columns] = shape(problem.lhs_transposed, problem.m, problem.k);
-  const auto [rhs_rows, rhs_columns] = shape(problem.rhs_transposed, problem.k, problem.n);
-  JAXOPS_RETURN_IF_ERROR(PrepareOperand<T>(stream, "lhs", lhs, problem.lhs_transposed, lhs_rows, lhs_columns,
-                                           choice.lhs_copy, results.lhs_copy, choice.terms, unfit, &plan.lhs));
-  JAXOPS_RETURN_IF_ERROR(PrepareOperand<V>(stream, "rhs", rhs, problem.rhs_transposed, rhs_rows, rhs_columns,
-                                           choice.rhs_copy, results.rhs_copy, choice.terms, unfit, &plan.rhs));
+  JAXOPS_RETURN_IF_ERROR(PrepareOperand<T>(stream, AsTheyLie(lhs, problem.lhs_transposed, problem.m, problem.k),
+                                           problem.lhs_transposed, choice.lhs_copy, results.lhs_copy, choice.terms,
+                                           unfit, &plan.lhs));
+  JAXOPS_RETURN_IF_ERROR(PrepareOperand<V>(stream, AsTheyLie(rhs, problem.rhs_transposed, problem.k, problem.n),
+                                           problem.rhs_transposed, choice.rhs_copy, results.rhs_copy, choice.terms,
+                                           unfit, &plan.rhs));
   plan.unfit = unfit;
   const cudaError_t status = matmul::LaunchWgmma<T, V>(stream, problem, plan);
   if (status == cudaErrorNotSupported)  // no such tile, or not for rows that lie so
@@ -213,6 +229,9 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
                                               *out, results.preactivation ? &*results.preactivation : nullptr,
                                               lhs_transposed, rhs_transposed, activation, &problem));
   if (problem.m * problem.n * problem.batches == 0) return Error::Success();
+  if (problem.k > 0) {
+    JAXOPS_RETURN_IF_ERROR(CheckWorkspaces(lhs, rhs, problem, choice, results));
+  }
   // A slice of a larger array may begin anywhere; the copy engine takes aligned ones alone.
   const auto fits = [](const AnyBuffer& operand, int32_t copy) {
     return copy != 0 || reinterpret_cast<uintptr_t>(operand.untyped_data()) % 16 == 0;

@@ -52,6 +52,7 @@ class ResultStore {
       const int64_t column = min(int64_t{work.column + i}, p.n - 1);
       CopyAsync<4>(bias_ + i * 4, from + column * p.bias_column_stride, 4);
     }
+    CommitCopies();
   }
   // Until it is there; by all threads that fetched it.
   __device__ void AwaitBias() const {
