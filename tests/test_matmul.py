@@ -19,7 +19,6 @@ from jaxops import _kernel
 from jaxops._comparison import value_and_gradients
 from jaxops.ops import _matmul_choice as choices
 
-
 pytestmark = pytest.mark.usefixtures("full_precision")
 
 #: The relative rounding error of TF32 operands, truncated as the tensor cores do.
