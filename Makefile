@@ -77,12 +77,14 @@ sanitize: build
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) thread -m '' \
 	  tests/test_frames.py -k 'not cuda' $(ARGS)
 
-# The GPU handlers under compute-sanitizer, on call frames that visit every placement of the row kernels and every tile;
-# without red zones, as the tools watch the memory themselves.
+# The GPU handlers under compute-sanitizer, on call frames that visit the placements of the row kernels and every tile;
+# without red zones, as the tools watch the memory themselves. initcheck does not see what the copy engine writes, by
+# which matmul's results are stored; that all of them are written the same tests show on poisoned memory.
 sanitize-gpu: build
-	for tool in memcheck racecheck initcheck synccheck; do \
+	for tool in memcheck racecheck synccheck initcheck; do \
 	  JAXOPS_BARE_MEMORY=1 JAX_PLATFORMS=cpu compute-sanitizer --tool $$tool --print-limit 5 --error-exitcode 1 \
-	    $(python) -m pytest -q -m '' tests/test_frames.py -k 'memory and cuda' $(ARGS) || exit 1; \
+	    $(python) -m pytest -q -m '' tests/test_frames.py $(ARGS) \
+	    -k "memory and cuda $$([ $$tool = initcheck ] && echo 'and not matmul')" || exit 1; \
 	done
 
 # The site, in build/site; its code is run by the tests.

@@ -206,9 +206,12 @@ def malformed(call: frames.Call) -> Iterator[tuple[str, frames.Call]]:
             if call.handler != "matmul" or field == "results" or i < 2:  # there may be no bias
                 yield f"{field[:-1]} {i} missing", call.replace(**{field: (*buffers[:i], *buffers[i + 1 :])})
             for what, changed in _buffer_changes(i, buffer):
-                chunks = len(buffer.shape) == 4 and buffer.shape[2]
-                if chunks and what in (f"size {n} of axis 2" for n in (chunks - 1, chunks + 1) if n > 0):
-                    continue  # into how many partial sums the rows are split is the caller's
+                if i in call.workspaces and field == "results" and call.handler.endswith("_bwd"):
+                    # Into how many partial sums the rows are split is the caller's.
+                    axis = len(buffer.shape) - 2
+                    chunks = buffer.shape[axis]
+                    if what in (f"size {n} of axis {axis}" for n in (chunks - 1, chunks + 1) if n > 0):
+                        continue
                 yield f"{field[:-1]} {i}: {what}", call.replace(**{field: (*buffers[:i], changed, *buffers[i + 1 :])})
         yield f"one of the {field} too many", call.replace(**{field: (*buffers, buffers[-1])})
         yield f"no {field}", call.replace(**{field: ()})

@@ -187,8 +187,11 @@ class Device:
         self._call("cuCtxSynchronize")
 
     def allocate(self, size: int) -> int:
-        pointer = c.c_uint64()
-        self._call("cuMemAlloc_v2", c.byref(pointer), c.c_size_t(size))
+        # Whole packs of 16 bytes: kernels read those that hold an element, and XLA allocates multiples of 256 bytes.
+        pointer, rest = c.c_uint64(), -size % 16
+        self._call("cuMemAlloc_v2", c.byref(pointer), c.c_size_t(size + rest))
+        if rest:
+            self._call("cuMemsetD8_v2", c.c_uint64(pointer.value + size), c.c_ubyte(0), c.c_size_t(rest))
         return pointer.value
 
     def free(self, pointer: int) -> None:

@@ -11,6 +11,7 @@ from frame_cases import LOGITS, NORMS, malformed, matmul_calls, resized, row_cal
 from row_cases import COLUMNS, STRIDED, crowds
 
 from jaxops import _kernel
+from jaxops.ops import _logits
 
 ROW_OPS = (*LOGITS, *NORMS)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -36,9 +37,17 @@ def memory_of(memory, half):
 # --- red zones, poisoned results ---
 
 
+def takes(call, columns):
+    """Whether a handler is called for rows so long: the bias gradient of longer ones is left to XLA."""
+    row_bytes = columns * call.operands[0].dtype.itemsize
+    return not call.workspaces or "softmax" not in call.handler or row_bytes <= _logits._DBIAS_ROW_BYTES
+
+
 def check_rows(half, memory, op, dtype, options, rng, columns, strided):
     for call in row_calls(op, dtype, options, False, half):
         for n in columns:
+            if not takes(call, n):
+                continue
             frames.check_memory(half, memory, resized(call, 3 if n < 10000 else 2, n), rng)
     for call in row_calls(op, dtype, options, True, half):
         for outer, length, inner in strided:
@@ -75,7 +84,8 @@ def test_memory_of_many_rows(half, op, dtype, options, memory, rng):
     there = memory_of(memory, half)
     for rows, columns in crowds(np.dtype(getattr(ml_dtypes, dtype, dtype)), half == "cuda"):
         for call in row_calls(op, dtype, options, False, half):
-            frames.check_memory(half, there, resized(call, rows, columns), rng)
+            if takes(call, columns):
+                frames.check_memory(half, there, resized(call, rows, columns), rng)
 
 
 @needs_cuda
@@ -121,12 +131,17 @@ def check_malformed(half, memory, call):
     ]
     expected = None if memory.half == half else frames.INTERNAL  # a GPU's handler where there is none
     assert refusal(half, call, *where) == expected
+    workspaces = {f"result {i}" for i in call.workspaces}
     count = 0
     for what, wrong in malformed(call):
         code = refusal(half, wrong, *where)
         count += 1
         if "dtype" in what and code in (expected, frames.UNIMPLEMENTED):
             continue  # another combination of dtypes for which there is a kernel, or could be
+        # A flag and a sum of any rank will do; only the tensor cores' kernel, on a GPU, looks at its workspaces.
+        lenient = "shape" in what or (expected is not None and what[:8] in workspaces)
+        if lenient and code == expected and call.handler in ("matmul", "epilogue_bwd"):
+            continue
         assert code == frames.INVALID_ARGUMENT, f"{call.handler}, {what}: error {code}"
     for pointer in (*where[0], *where[1]):
         memory.free(pointer)
