@@ -245,6 +245,10 @@ class Norm(_Oracle):
             # Noise of the normalised values: their own, that of the mean, and denormal operands, which count as 0.
             offset = np.sqrt(self._mean(np.square(self.x))) if op == "layer_norm" else self.real(0)
             self.noise = eps(acc) * (np.abs(self.normal) + offset * self.rstd)
+            # What that does to rstd; where it exceeds the variance, to second order.
+            shaken = np.minimum(1, self._mean(np.abs(self.normal) * self.noise + np.square(self.noise)))
+            self.noise = self.noise + shaken * np.abs(self.normal)
+            self.shaken = eps(acc) + shaken
             self.noise = self.noise + max(map(tiny, (acc, *(v.dtype for v in self.operands.values())))) * self.rstd
 
     def _sum(self, values):
@@ -276,6 +280,7 @@ class Norm(_Oracle):
             if self.op == "layer_norm":
                 through, noise = through + total, noise + eps(self.acc) * sizes[1]
             dx, noise = self.rstd * (g - np.where(self.counts, through, 0)), self.rstd * noise
+            noise = noise + self.shaken * np.abs(dx)
             if dsum is not None:
                 dx, noise = dx + self.wide(dsum), noise + eps(self.acc) * np.abs(self.wide(dsum))
             # It is computed in the dtype of x + residual.
@@ -300,6 +305,7 @@ class Norm(_Oracle):
             product, sizes = self._mean(self.normal * dx), self._mean(np.abs(self.normal) * size)
             centre = self._mean(dx) if self.op == "layer_norm" else self.real(0)
             change = self.rstd * (dx - centre - self.normal * product)
+            shaken = self.shaken * np.abs(change)
             terms = size + (self._mean(size) if self.op == "layer_norm" else 0) + np.abs(self.normal) * sizes
             noise = (
                 eps(self.acc) * terms
@@ -309,7 +315,7 @@ class Norm(_Oracle):
             through = self._mean(np.abs(self.normal) * rounded)
             noise = noise + rounded + self._mean(rounded) + np.abs(self.normal) * through
             precise = jnp.promote_types(self.total, self.dtype)  # in which the change is kept before it is scaled
-            noise = self.rstd * noise + eps(precise) * np.abs(change)
+            noise = self.rstd * noise + shaken + eps(precise) * np.abs(change)
             noise = np.where(np.abs(change) < float(jnp.finfo(precise).max), noise, np.inf)
             dy, noise = change * self.scale, noise * np.abs(self.scale)
             noise = noise + eps(self.acc) * np.abs(dy)

@@ -37,6 +37,13 @@ def test_never_worse_than_the_reference(op, dtype):
         assert_within(f"{op} of {dtype}, {options} against the reference", ours, worse)
 
 
+def test_the_page_is_that_of_the_results():
+    rows = accuracy.read()
+    assert accuracy.PAGE.read_text() == accuracy.page(rows), "run `make accuracy`"
+    assert {row.op for row in rows} == set(fuzz.OPS)
+    assert [row for row in rows if not row.within()] == []
+
+
 def test_errors_are_seen():
     """An error of 3 ulp in one element counts as such, and a NaN that should not be there."""
     case = accuracy.cases("rms_norm", "float32", long=False)[""][0]

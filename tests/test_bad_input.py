@@ -223,7 +223,12 @@ CASES = {
             out_sharding=(TypeError, "out_sharding", "x", 3),
         ),
     ],
-    "jaxops.flax.nnx.MultiHeadAttention": [],
+    "jaxops.flax.nnx.MultiHeadAttention": list(
+        wrong(
+            nnx.MultiHeadAttention(num_heads=2, in_features=4, decode=False, rngs=rngs()),
+            inputs_q=(TypeError, "inputs_q must be an array, got", "x", None),
+        )
+    ),
 }
 
 #: What users get but do not call, and what JAX calls.

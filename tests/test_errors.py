@@ -123,8 +123,17 @@ def norm_cases(op):
         yield case(TypeError, "positional argument", op, X, None, -1)
 
 
+def scale_cases(op, *args):
+    for name in ("lhs_scale", "rhs_scale"):
+        yield case(ValueError, rf"{name} must be a scalar, got shape \(4,\)", op, *args, **{name: jnp.ones(4)})
+        yield case(TypeError, f"{name} must be an array or a scalar, got list", op, *args, **{name: [1.0]})
+        yield case(TypeError, f"{name} has dtype complex64", op, *args, **{name: 1j})
+        yield case(TypeError, f"{name} has dtype bool", op, *args, **{name: True})
+
+
 def matmul_cases():
     op = "matmul"
+    yield from scale_cases(op, X, SQUARE)
     yield case(TypeError, "a must be an array", op, [[1.0]], SQUARE)
     yield case(TypeError, "b must be an array", op, SQUARE, [[1.0]])
     yield case(ValueError, r"a float32\[\], b float32\[4, 4\] do not fit together: .*operand 0", op, 1.0, SQUARE)
@@ -151,6 +160,7 @@ def matmul_cases():
 
 def dot_general_cases():
     op = "dot_general"
+    yield from scale_cases(op, X, SQUARE, NUMBERS)
     yield case(TypeError, "lhs must be an array", op, [[1.0]], SQUARE, NUMBERS)
     yield case(TypeError, "rhs must be an array", op, SQUARE, [[1.0]], NUMBERS)
     yield case(TypeError, "contracting dimensions", op, X, X, NUMBERS)
@@ -204,8 +214,10 @@ SIGNATURES = {
     "log_softmax": "(x, axis=-1, where=None, *, scale=None, bias=None, causal=False, dtype=None)",
     "layer_norm": "(x, scale=None, bias=None, *, axis=-1, epsilon=1e-06, where=None, residual=None, dtype=None)",
     "rms_norm": "(x, scale=None, *, axis=-1, epsilon=1e-06, residual=None, dtype=None)",
-    "matmul": "(a, b, *, precision=None, preferred_element_type=None, out_sharding=None, bias=None, activation=None)",
-    "dot_general": "(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None)",
+    "matmul": "(a, b, *, precision=None, preferred_element_type=None, out_sharding=None, bias=None, activation=None, "
+    "lhs_scale=None, rhs_scale=None)",
+    "dot_general": "(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None, "
+    "lhs_scale=None, rhs_scale=None)",
 }
 
 

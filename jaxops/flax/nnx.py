@@ -373,6 +373,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def __call__(self, inputs_q: jax.Array, *others: Any, **options: Any) -> jax.Array:
         """As Flax's: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
+        arguments.array("MultiHeadAttention", "inputs_q", inputs_q)
         given = [x for x in (*others, options.get("inputs_k"), options.get("inputs_v")) if x is not None]
         together = options.get("qkv_sharding") is None and all(x is inputs_q for x in given)
         token = _projections.set(self._project(inputs_q) if together else None)
