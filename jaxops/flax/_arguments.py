@@ -89,8 +89,8 @@ def _module(where: str, name: str, value: Any) -> None:
 
 
 def _positions(where: str, name: str, value: Any) -> None:
-    if value is not None and not jnp.issubdtype(arguments.array(where, name, value).dtype, jnp.integer):
-        raise TypeError(f"{where}: {name} must be integers or None, got dtype {value.dtype}")
+    if value is not None:
+        arguments.real_array(where, name, value)
 
 
 _CHECKS: dict[str, Callable[[str, str, Any], Any]] = {
