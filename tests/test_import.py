@@ -143,14 +143,16 @@ print(len(jax.devices("cpu")))
 
 
 def test_import_is_fast(tmp_path):
-    """Under 50 ms beyond jax; twice that is tolerated, of the fastest of several, for busy machines."""
+    """A tenth of the time of jax's own import, of the processor, whatever else it does; twice that is tolerated."""
     script = """
-import time, jax
-begin = time.perf_counter()
+import time
+begin = time.process_time()
+import jax
+middle = time.process_time()
 import jaxops
-print(time.perf_counter() - begin)
+print((time.process_time() - middle) / (middle - begin))
 """
-    assert min(float(python(script, tmp_path)) for _ in range(4)) < 2 * 0.050
+    assert min(float(python(script, tmp_path)) for _ in range(4)) < 2 * 0.1
 
 
 def test_import_needs_no_optional_package(tmp_path):
