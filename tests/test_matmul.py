@@ -17,7 +17,6 @@ from row_cases import assert_matches, coarsest
 import jaxops
 from jaxops import _kernel
 from jaxops._comparison import value_and_gradients
-from jaxops.ops import _matmul_choice as choices
 
 pytestmark = pytest.mark.usefixtures("full_precision")
 
@@ -567,67 +566,3 @@ def test_flax_variables_are_arrays(rng):
     np.testing.assert_array_equal(jaxops.matmul(x, kernel), jaxops.matmul(x, kernel[...]))
     np.testing.assert_array_equal(jaxops.rms_norm(x, nnx.Param(jnp.ones(4))), jaxops.rms_norm(x, jnp.ones(4)))
     np.testing.assert_array_equal(jaxops.softmax(kernel), jaxops.softmax(kernel[...]))
-
-
-# --- the choice of a kernel ---
-
-
-def product(m, n, k, arithmetic="16bit", layout="NN", **options):
-    return choices.Product(m, n, k, arithmetic, layout[0] == "T", layout[1] == "T", **options)
-
-
-@pytest.mark.parametrize("arithmetic", choices.ARITHMETICS)
-def test_choices_are_possible(arithmetic, rng):
-    """What the handler would refuse is never chosen."""
-    shapes = [tuple(int(2 ** rng.uniform(0, 14)) for _ in range(3)) for _ in range(200)]
-    for (m, n, k), layout, result_bytes in itertools.product(shapes, LAYOUTS, (2, 4)):
-        choice = choices.choose(product(m, n, k, arithmetic, layout, result_bytes=result_bytes), choices.H200)
-        if choice.kernel != "wgmma":
-            continue
-        tile = choice.tile
-        assert tile in choices.TILES[arithmetic]
-        assert tile.stores_any_rows or n * result_bytes % 16 == 0 or choice.partials
-        assert tile.rows >= 64 or (m <= tile.rows and layout[0] == "N")
-        assert choice.splits == 1 or (tile.clusters and choice.splits <= 8) or choice.partials
-        itemsize = choices.ARITHMETICS[arithmetic].itemsize
-        assert choice.splits <= math.ceil(k * itemsize / 128)
-        columns = k if layout[0] == "N" else m
-        assert choice.lhs_copy or (itemsize < 4 and columns * itemsize % 16 == 0)
-
-
-def test_a_choice_depends_on_nothing_but_the_product_and_the_device():
-    large = product(4096, 4096, 4096, "f32")
-    assert choices.choose(large, choices.H200) == choices.choose(large, choices.H200)
-    assert choices.choose(large, choices.H200).kernel == "wgmma"
-    assert choices.choose(product(16, 16, 16), choices.H200).kernel == "xla"
-    assert choices.choose(large, choices.Device("8.0", 108)).kernel == "xla"
-    assert choices.choose(product(4095, 4097, 4093), choices.Device("8.0", 108)).kernel == "general"
-    assert "tile" in str(choices.choose(large, choices.H200))
-
-
-@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
-def test_a_training_step_of_an_mlp_is_our_calls_alone():
-    """Forward and backward in full precision, lowered for a GPU: six products, no transposition."""
-
-    def loss(params, x, wanted):
-        first, second, bias = params
-        hidden = jaxops.matmul(x, first, bias=bias, activation="gelu")
-        return jnp.mean((jaxops.matmul(hidden, second) - wanted) ** 2)
-
-    x, wanted = (jax.ShapeDtypeStruct((4, 1024, 2048), jnp.float32),) * 2
-    params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2048, 8192), (8192, 2048), (8192,))]
-    text = jax.jit(jax.grad(loss, (0, 1))).trace(params, x, wanted).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count(f"custom_call @{_kernel.target_name('matmul')}") == 6
-    assert "stablehlo.transpose" not in text
-    assert "stablehlo.dot" not in text
-    assert "stablehlo.convert" not in text
-
-
-@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
-def test_a_product_left_to_xla_is_the_one_that_jax_asks_for():
-    def dots(function):
-        operands = (jax.ShapeDtypeStruct((64, 96), jnp.bfloat16), jax.ShapeDtypeStruct((96, 32), jnp.bfloat16))
-        text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-        return [line.split(":", 1)[1] for line in text.splitlines() if "stablehlo.dot_general" in line]
-
-    assert dots(jaxops.matmul) == dots(jnp.matmul) and len(dots(jnp.matmul)) == 1

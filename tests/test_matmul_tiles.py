@@ -147,6 +147,7 @@ def fits(case: Case, operands: Operands, tile, splits, partials) -> bool:
 
 
 def check(operands: Operands, cases: list[Case], rng):
+    assert cases
     drawn = [case.draw(rng, operands) for case in cases]
     results = jax.jit(lambda drawn: [c.run(operands, *xs) for c, xs in zip(cases, drawn, strict=True)])(drawn)
     for case, xs, got in zip(cases, drawn, results, strict=True):
@@ -165,9 +166,7 @@ def test_layouts(operands, tile, splits, partials, force, rng):
         Case(m, n, k, layout, result)
         for (m, n, k), layout, result in itertools.product(shapes, ("NN", "NT", "TN", "TT"), operands.results)
     ]
-    cases = [case for case in cases if fits(case, operands, tile, splits, partials)]
-    assert cases
-    check(operands, cases, rng)
+    check(operands, [case for case in cases if fits(case, operands, tile, splits, partials)], rng)
 
 
 @every_configuration
@@ -187,9 +186,7 @@ def test_epilogues(operands, tile, splits, partials, force, rng):
             (False, None, False, True),
         )
     ]
-    cases = [case for case in cases if fits(case, operands, tile, splits, partials)]
-    assert cases
-    check(operands, cases, rng)
+    check(operands, [case for case in cases if fits(case, operands, tile, splits, partials)], rng)
 
 
 @every_configuration
@@ -202,9 +199,7 @@ def test_batches(operands, tile, splits, partials, force, rng):
         for result in operands.results[:1]
         for batches, finished in (((3, 3), False), ((3, 3), True), ((3, 1), False), ((1, 3), True))
     ]
-    cases = [case for case in cases if fits(case, operands, tile, splits, partials)]
-    assert cases
-    check(operands, cases, rng)
+    check(operands, [case for case in cases if fits(case, operands, tile, splits, partials)], rng)
 
 
 @pytest.mark.parametrize("operands", OPERANDS, ids=name_of)

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/async_copy.cuh"
 #include "rows/row.cuh"
 
 namespace jaxops::rows {
@@ -25,22 +26,6 @@ __device__ V LoadShared(uint32_t address) {
 template <class V>
 __device__ void StoreShared(uint32_t address, const V& value) {
   *static_cast<V*>(__cvta_shared_to_generic(address)) = value;
-}
-
-// Copies of which the first `bytes` come from the source; zeros follow.
-template <int kBytes>
-__device__ void CopyAsync(uint32_t target, const void* source, int bytes) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(target), "l"(source), "r"(bytes), "n"(kBytes)
-                 : "memory");
-  }
-}
-__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ void WaitForCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // A row whose packs have been fetched into shared memory: [input][stage][pack][thread], 16 bytes each; behind them the

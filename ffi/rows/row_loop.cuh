@@ -91,14 +91,14 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
       }
       upcoming = op.Scalars(next);
     }
-    WaitForCopies<kStages - 1>();
+    WaitCopies<kStages - 1>();
     row.SetStage(stage);
     op(row, parameters, scalars, sums...);
     row.Follow(next);
     scalars = upcoming;
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
-  WaitForCopies<0>();
+  WaitCopies<0>();
 }
 
 // A thread's sums over the rows it has seen, for the columns of its packs.

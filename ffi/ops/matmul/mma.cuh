@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "ops/matmul/async_copy.cuh"
+#include "core/async_copy.cuh"
 #include "ops/matmul/epilogue.cuh"
 
 namespace jaxops::matmul {

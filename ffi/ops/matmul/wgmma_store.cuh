@@ -5,10 +5,10 @@
 
 #include <cstdint>
 
+#include "core/async_copy.cuh"
 #include "core/types.cuh"
 #include "hopper/barrier.cuh"
 #include "hopper/tensor_copy.cuh"
-#include "ops/matmul/async_copy.cuh"
 #include "ops/matmul/epilogue.cuh"
 #include "ops/matmul/wgmma_work.cuh"
 

@@ -73,19 +73,19 @@ template <bool kCentred>
 Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
               bool has_residual, bool has_scale, bool has_bias, bool has_where, double epsilon) {
   const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
-  using Call = NormCall;
-  Call call;
+  NormCall call;
   const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where};
   JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/false, kCentred, attributes, args, results, &call));
   return VisitAccumulator(handler, {*call.x, *call.y}, [&]<class A> {
     A* const means = RowValues<A>(call.mean);
     A* const rstds = RowValues<A>(call.rstd);
     const DataType type = call.x->element_type();
-    ForEachRow<A, Call::kSlots, 5, 2>(
+    ForEachRow<A, NormCall::kSlots, 5, 2>(
         pool, call.shape, TasksPerGroup(call.shape),
-        {RowTensor(call.x, Call::kFull), RowTensor(call.residual, Call::kFull), RowTensor(call.scale, Call::kScale),
-         RowTensor(call.bias, Call::kBias), RowTensor(call.where, Call::kWhere)},
-        {RowTensor(call.y, Call::kFull), RowTensor(call.sum, Call::kFull)},
+        {RowTensor(call.x, NormCall::kFull), RowTensor(call.residual, NormCall::kFull),
+         RowTensor(call.scale, NormCall::kScale), RowTensor(call.bias, NormCall::kBias),
+         RowTensor(call.where, NormCall::kWhere)},
+        {RowTensor(call.y, NormCall::kFull), RowTensor(call.sum, NormCall::kFull)},
         [=](const auto& loop, const auto& position, const auto& in, const auto& out) {
           const auto& [x, residual, scale, bias, where] = in;
           A* const sum = out[1];
@@ -94,7 +94,7 @@ Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, 
           ForwardRow(loop, kCentred, residual ? sum : x, scale, bias, where, static_cast<A>(epsilon), out[0], &mean,
                      &rstd);
           for (int64_t w = 0; w < loop.rows; ++w) {
-            const int64_t row = position.Offset(Call::kRow, w);
+            const int64_t row = position.Offset(NormCall::kRow, w);
             if (means) means[row] = mean[w];
             rstds[row] = rstd[w];
           }
@@ -107,8 +107,7 @@ template <bool kCentred>
 Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
                bool has_scale, bool has_where, bool has_dsum, bool has_dscale, bool has_dbias) {
   const char* handler = kCentred ? "layer_norm_bwd" : "rms_norm_bwd";
-  using Call = NormCall;
-  Call call;
+  NormCall call;
   const NormAttributes attributes = {.axes = axes,
                                      .has_scale = has_scale,
                                      .has_where = has_where,
@@ -120,16 +119,17 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
     const A* const means = RowValues<A>(call.mean);
     const A* const rstds = RowValues<A>(call.rstd);
     const ColumnSums<A> sums(call.shape, call.sums);
-    ForEachRow<A, Call::kSlots, 5, 1>(
+    ForEachRow<A, NormCall::kSlots, 5, 1>(
         pool, call.shape, sums.tasks(),
-        {RowTensor(call.x, Call::kFull), RowTensor(call.scale, Call::kScale), RowTensor(call.where, Call::kWhere),
-         RowTensor(call.dy, Call::kFull), RowTensor(call.dsum, Call::kFull)},
-        {RowTensor(call.dx, Call::kFull)},
+        {RowTensor(call.x, NormCall::kFull), RowTensor(call.scale, NormCall::kScale),
+         RowTensor(call.where, NormCall::kWhere), RowTensor(call.dy, NormCall::kFull),
+         RowTensor(call.dsum, NormCall::kFull)},
+        {RowTensor(call.dx, NormCall::kFull)},
         [=](const auto& loop, const auto& position, const auto& in, const auto& out) {
           const auto& [x, scale, where, dy, dsum] = in;
           typename std::remove_cvref_t<decltype(loop)>::Value mean, rstd;
           for (int64_t w = 0; w < loop.rows; ++w) {
-            const int64_t row = position.Offset(Call::kRow, w);
+            const int64_t row = position.Offset(NormCall::kRow, w);
             mean[w] = means ? means[row] : A{0};
             rstd[w] = rstds[row];
           }
@@ -137,7 +137,7 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
           A* const dbias = has_dbias ? sums.Partial(has_dscale, position.task) : nullptr;
           BackwardRow(loop, kCentred, x, scale, where, dy, dsum, mean, rstd, out[0], dscale, dbias);
         });
-    sums.Finish(pool, call.shape, Call::kSum);
+    sums.Finish(pool, call.shape, NormCall::kSum);
     return Error::Success();
   });
 }

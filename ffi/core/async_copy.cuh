@@ -1,10 +1,10 @@
 // Copies of single threads from global to shared memory that go on while the thread does (cp.async, since sm_80).
-#ifndef JAXOPS_OPS_MATMUL_ASYNC_COPY_CUH_
-#define JAXOPS_OPS_MATMUL_ASYNC_COPY_CUH_
+#ifndef JAXOPS_CORE_ASYNC_COPY_CUH_
+#define JAXOPS_CORE_ASYNC_COPY_CUH_
 
 #include <cstdint>
 
-namespace jaxops::matmul {
+namespace jaxops {
 
 // kBytes (4, 8 or 16; both sides aligned to them): the first `inside` from global memory, then zeros.
 template <int kBytes>
@@ -23,6 +23,6 @@ __device__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-}  // namespace jaxops::matmul
+}  // namespace jaxops
 
-#endif  // JAXOPS_OPS_MATMUL_ASYNC_COPY_CUH_
+#endif  // JAXOPS_CORE_ASYNC_COPY_CUH_
