@@ -103,8 +103,8 @@ def matmul(
     On a GPU f32 operands are rounded to TF32 unless the highest precision is asked for, as XLA's are; then the error is
     that of f32 arithmetic. Which kernel a GPU runs follows from shapes, dtypes and the device by a table of measured
     rates; where XLA's own dot is faster, it is chosen, and :func:`jaxops.explain` says so: a 16-bit product is then
-    rounded before bias and activation, as jax.numpy rounds it. On the CPU, and for dtypes or options without a kernel
-    (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
+    rounded as jax.numpy rounds it, and a bias added in 16 bits, before the activation. On the CPU, and for dtypes or
+    options without a kernel (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
 
     Args:
       a: array of 1 or more dimensions, `[..., m, k]`; 1-D as in numpy.
@@ -112,7 +112,7 @@ def matmul(
       precision: as in jax.numpy.matmul; see above.
       preferred_element_type: dtype of the result; by default the one to which `a` and `b` promote.
       out_sharding: as in jax.numpy.matmul.
-      bias: array that broadcasts to the result's shape; added in f32 (f64).
+      bias: array that broadcasts to the result's shape; added in f32 (f64), but see above.
       activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu".
       lhs_scale: scalar by which `a` is to be multiplied, as the scale of a tensor of 8-bit floats; f32 (f64).
       rhs_scale: the same for `b`; s above is the product of both.
