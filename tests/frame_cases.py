@@ -133,6 +133,7 @@ def tile_calls() -> Iterator[frames.Call]:
             results += [frames.Operand((1,), 4)] if arithmetic.terms == 3 else []
             numbers = {
                 "activation": 0,
+                "triangle": 0,
                 "tile_rows": tile.rows,
                 "tile_columns": tile.columns,
                 "band": tile.band,
@@ -189,6 +190,7 @@ def _wrong_values(name: str, value, rank: int) -> list:
         else [],
         "query_axis": [np.int64(v) for v in (rank, 2**62)],
         "activation": int32(-1, 5, 2**31 - 1, -(2**31)),
+        "triangle": int32(-1, 3, 2**31 - 1),
         "band": int32(0, -1, 65, 2**31 - 1),
         "splits": int32(0, -1, -(2**31)),
         "terms": int32(0, 2, -1, 4, 2**31 - 1),

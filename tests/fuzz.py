@@ -125,7 +125,10 @@ def _numbers(case: Case, values, rng, name, shape, dtype):
         return (2 * rng.standard_normal(shape)).astype(dtype)
     # Squares and products must not overflow.
     largest = 1e30 if case.op.endswith("softmax") else 1e100 if dtype == "float64" else 1e15
-    return draw(values, rng, shape, dtype, largest)
+    x = draw(values, rng, shape, dtype, largest)
+    if values == "wide" and dtype == "float16" and case.op in ("matmul", "dot_general"):
+        x = np.clip(x, -8, 8)  # at an infinite sum an activation has no derivative, jax.nn's neither
+    return x
 
 
 def _arrays(case: Case, values: str, rng) -> dict[str, np.ndarray]:

@@ -32,7 +32,7 @@ def losses(directory):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("library", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
-def test_train(example, library, tmp_path, monkeypatch, capsys):
+def test_train(example, library, tmp_path, monkeypatch, capsys, on_gpu):
     monkeypatch.setattr(example, "compare", lambda *arguments: {"flax": 1.0, "jaxops": 2.0})
     run = ["--library", library, "--save-every", "3", "--out"]
     example.main([*run, str(tmp_path / "whole")])
@@ -55,7 +55,8 @@ def test_train(example, library, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(example, "draw_batch", draw)
     example.main([*run, str(tmp_path / "parts")])
     assert "resumed at step 6" in capsys.readouterr().out
-    np.testing.assert_allclose(losses(tmp_path / "parts"), whole, rtol=1e-5)
+    # On a GPU XLA times its products' algorithms anew in each program, and may choose another one.
+    np.testing.assert_allclose(losses(tmp_path / "parts"), whole, rtol=1e-3 if on_gpu else 1e-5)
 
 
 @pytest.mark.slow

@@ -1,14 +1,18 @@
 """The choice of matmul's kernel, and what is lowered for it."""
 
+import functools
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxops
 from jaxops import _kernel
+from jaxops.flax import _functions
 from jaxops.ops import _matmul_choice as choices
 
 pytestmark = pytest.mark.usefixtures("full_precision")
@@ -63,6 +67,52 @@ def test_a_training_step_of_an_mlp_is_our_calls_alone():
     assert "stablehlo.transpose" not in text
     assert "stablehlo.dot" not in text
     assert "stablehlo.convert" not in text
+
+
+@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+@pytest.mark.parametrize("where", ["alone", "in vmap", "with a mask", "under debug_nans", "short"])
+def test_causal_attention_multiplies_triangles(where):
+    """Forward and backward: all six products, unless something else may be seen after the query."""
+    linen = pytest.importorskip("jaxops.flax.linen")
+    tokens = 256 if where == "short" else 1024
+    mask = jnp.ones((1, 1, tokens, tokens), bool) if where == "with a mask" else None
+
+    def attend(q, k, v):
+        return linen.dot_product_attention(q, k, v, mask=mask, causal=True)
+
+    def loss(*qkv):
+        return jnp.sum((jax.vmap(attend) if where == "in vmap" else attend)(*qkv) ** 2)
+
+    with jax.debug_nans(where == "under debug_nans"):
+        shape = (*((3,) if where == "in vmap" else ()), 2, tokens, 4, 64)
+        qkv = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*qkv).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"triangle = (\d) : i32", text)
+    if where in ("alone", "in vmap"):
+        assert sorted(found) == ["1", "2", "2"]  # each called twice: for q k^T and w v, and their gradients
+    else:
+        assert not found
+    assert ("stablehlo.dot_general" in text) == (not found)
+
+
+def test_triangles(rng):
+    """Values and gradients are those of whole products, wherever they are looked at."""
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 40, 3, 8)), jnp.float32) for _ in range(3))
+
+    def attend(product, q, k, v):
+        logits = _functions.query_key(q, k, product, causal=True)
+        return _functions.weights_value(jaxops.softmax(logits, causal=True), v, product, causal=True)
+
+    def results(product):
+        y, pullback = jax.vjp(functools.partial(attend, product), q, k, v)
+        moved = jax.jvp(functools.partial(attend, product), (q, k, v), (k, v, q))
+        hvp = jax.jvp(jax.grad(lambda q: jnp.sum(jnp.sin(attend(product, q, k, v)))), (q,), (v,))
+        return y, pullback(jnp.cos(y)), moved, hvp
+
+    for got, wanted in zip(
+        *map(jax.tree.leaves, (results(jaxops.dot_general), results(jax.lax.dot_general))), strict=True
+    ):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")

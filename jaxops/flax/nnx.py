@@ -281,14 +281,16 @@ def dot_product_attention(
     def score(query, key):
         if heads == groups:
             options = {"precision": precision, "preferred_element_type": wide}
-            return _functions.query_key(query, key, dot_general, **options)
+            return _functions.query_key(query, key, dot_general, is_causal and mask is None, **options)
         query = query.reshape(*query.shape[:-2], groups, heads // groups, query.shape[-1])
         logits = einsum("...qhgd,...khd->...hgqk", query, key, preferred_element_type=wide)
         return logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])
 
     def mix(weights, value):
         if heads == groups:
-            return _functions.weights_value(weights, value, dot_general, precision=precision)
+            return _functions.weights_value(
+                weights, value, dot_general, is_causal and mask is None, precision=precision
+            )
         weights = weights.reshape(*weights.shape[:-3], groups, heads // groups, *weights.shape[-2:])
         out = einsum("...hgqk,...khd->...qhgd", weights, value)
         return out.reshape(*out.shape[:-3], heads, out.shape[-1])

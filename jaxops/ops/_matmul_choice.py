@@ -36,11 +36,16 @@ def local_device() -> Device:
     return Device(str(device.compute_capability), int(device.core_count))
 
 
+#: What need not be multiplied, in the order of the calling convention: see Spec in _matmul_kernel.py.
+TRIANGLES = (None, "result", "lhs")
+
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """A matmul: `batches` products [m, k] @ [k, n].
 
-    arithmetic: one of ARITHMETICS. lhs_transposed: lhs lies as [k, m]; rhs_transposed: rhs as [n, k].
+    arithmetic: one of ARITHMETICS. lhs_transposed: lhs lies as [k, m]; rhs_transposed: rhs as [n, k]. triangle: one of
+    TRIANGLES.
     """
 
     m: int
@@ -51,6 +56,7 @@ class Product:
     rhs_transposed: bool = False
     batches: int = 1
     result_bytes: int = 2  # an element
+    triangle: str | None = None
 
 
 class Tile(NamedTuple):
@@ -202,6 +208,9 @@ def _best_tile(product: Product, device: Device, finished: bool = False) -> tupl
 
     finished: whether sums are scaled, biased or activated, not only rounded.
     """
+    if product.triangle:  # larger tiles leave less of it out
+        side = 64 if product.n <= 64 else 128
+        return next(t for t in TILES[product.arithmetic] if t[:3] == (side, side, False)), 1, False
     itemsize = ARITHMETICS[product.arithmetic].itemsize
     aligned = product.n * product.result_bytes % 16 == 0
     depth = math.ceil(product.k * itemsize / 128)
@@ -228,6 +237,9 @@ def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | No
     m, n, k = product.m, product.n, product.k
     operations = 2 * m * n * k * product.batches
     unaligned = any(size * ARITHMETICS[product.arithmetic].itemsize % 16 for size in (k, n))
+    side = min(m, n if product.triangle == "result" else k)
+    if product.triangle and product.arithmetic == "16bit" and side >= 512 and not any(_copies(product)):
+        return None  # XLA multiplies the other half as well
     if product.batches > 1:
         return "batches: XLA's own dot was faster in 16 bits, and nothing else was compared"
     if product.arithmetic == "tf32":

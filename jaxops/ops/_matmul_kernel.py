@@ -26,6 +26,10 @@ class Spec(NamedTuple):
 
     lhs is [..., m, k], or [..., k, m] if transposed; rhs is [..., k, n], or [..., n, k] if transposed. m, n and k stand
     for any number of axes each: the handlers get them as one, and before that every axis can be sharded.
+
+    triangle: what need not be multiplied, where m, n and k have one axis each. "result": above the diagonal (columns
+    beyond the row) the result may be anything, as nobody looks at it; its cotangent there is 0. "lhs": above the
+    diagonal lhs, as it lies, is 0, and nobody looks at its cotangent there.
     """
 
     lhs_transposed: bool
@@ -35,6 +39,7 @@ class Spec(NamedTuple):
     precision: Any = None  # as `precision_of` gives it
     counts: tuple[int, int, int] = (1, 1, 1)  # of the axes of m, n and k
     scaled: bool = False  # the third operand is a scale
+    triangle: str | None = None
 
     def sizes(self, lhs, rhs) -> tuple[tuple[int, ...], ...]:
         """Of the axes of the result's batch, of m and k of lhs, of k and n of rhs."""
@@ -179,7 +184,7 @@ class _MatmulKernel(Kernel):
             ]
             wide = jnp.broadcast_to(bias, (*given[: len(batch)], *parts[0], *parts[1]))
             rest.append(wide.reshape(*given[: len(batch)], *map(math.prod, parts)))
-        one_matrix = batch and all(d == 1 for d in rhs.shape[:-2]) and not spec.lhs_transposed
+        one_matrix = batch and all(d == 1 for d in rhs.shape[:-2]) and not (spec.lhs_transposed or spec.triangle)
         if one_matrix and all(d == 1 for x in rest for d in x.shape[:-1]):
             lhs, rhs = lhs.reshape(math.prod(batch) * rows, contracted), rhs.reshape(rhs.shape[-2:])
             rest = [x.reshape(1, x.shape[-1]) for x in rest]
@@ -239,6 +244,7 @@ class _MatmulKernel(Kernel):
             spec.rhs_transposed,
             math.prod(out.shape[:-2]),
             out.dtype.itemsize,
+            spec.triangle,
         )
         scaled = scale is not None and lhs.dtype.itemsize > 1  # scales of 8-bit floats cost nothing
         biased = scaled or bias is not None
@@ -293,6 +299,7 @@ class _MatmulKernel(Kernel):
             lhs_transposed=spec.lhs_transposed,
             rhs_transposed=spec.rhs_transposed,
             activation=activation_index(spec.activation),
+            triangle=np.int32(choices.TRIANGLES.index(spec.triangle)),
             has_scale=spec.scaled,
             has_preactivation=preactivation,
             tile_rows=np.int32(tile.rows),
@@ -313,6 +320,8 @@ class _MatmulKernel(Kernel):
         lhs, rhs, scale, bias = self._named(operands, spec)
         layout = self.layout(*operands, spec=spec, preactivation=preactivation)
         over = [axis for name in layout.summed for axis in shards.get(name, ())]
+        if any(name.startswith(("m", "n", "k")) for name in shards):  # a part of a triangle is none
+            spec = spec._replace(triangle=None)
         if not over:
             return run(*operands, spec=spec, preactivation=preactivation)
         scales = [] if scale is None else [scale]
@@ -341,7 +350,8 @@ class _MatmulKernel(Kernel):
             moved[0] = jnp.broadcast_to(moved[0], (size, *operands[0].shape))
         m, n, k = spec.counts
         one_scale = not spec.scaled or dims[2] is None
-        if dims[1] is None and operands[1].ndim == n + k and not spec.lhs_transposed and one_scale:
+        one_matrix = dims[1] is None and operands[1].ndim == n + k and not (spec.lhs_transposed or spec.triangle)
+        if one_matrix and one_scale:
             moved[1] = operands[1]
             spec = spec._replace(counts=(m + 1, n, k))
         out = self.bind(*moved, spec=spec, preactivation=preactivation)
@@ -370,31 +380,34 @@ class _MatmulKernel(Kernel):
         lhs, rhs, scale, _ = self._named(operands, spec)
         m, n, k = spec.counts
         rest = [None] * (len(operands) - 2)
+        # Triangles on the left are the kernel's; one on the right is multiplied as a whole.
         if ad.is_undefined_primal(lhs):
+            triangle = {"result": None if spec.lhs_transposed else "lhs", "lhs": "result"}.get(spec.triangle)
             left = (
                 (rhs, spec.rhs_transposed, dz, True, (k, m, n))
                 if spec.lhs_transposed
                 else (dz, False, rhs, not spec.rhs_transposed, (m, k, n))
             )
-            return [_product(spec, scale, lhs.aval, *left), None, *rest]
+            return [_product(spec, scale, lhs.aval, *left, triangle), None, *rest]
+        triangle = "lhs" if spec.triangle == ("result" if spec.rhs_transposed else "lhs") else None
         right = (
             (dz, True, lhs, spec.lhs_transposed, (n, k, m))
             if spec.rhs_transposed
             else (lhs, not spec.lhs_transposed, dz, False, (k, n, m))
         )
-        return [None, _product(spec, scale, rhs.aval, *right), *rest]
+        return [None, _product(spec, scale, rhs.aval, *right, triangle), *rest]
 
 
 kernel = _MatmulKernel("matmul", plain_on=("cpu",))
 
 
-def _product(spec, scale, like, lhs, lhs_transposed, rhs, rhs_transposed, counts):
+def _product(spec, scale, like, lhs, lhs_transposed, rhs, rhs_transposed, counts, triangle):
     """scale lhs @ rhs as the cotangent of `like`: of its dtype, summed over batch axes along which it broadcasts."""
     if lhs.dtype != rhs.dtype:
         eight_bits = [x.dtype.itemsize == 1 for x in (lhs, rhs)]
         wide = jnp.result_type(*(x for x, eight in zip((lhs, rhs), eight_bits, strict=True) if not eight))
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
-    product = Spec(lhs_transposed, rhs_transposed, np.dtype(lhs.dtype), None, spec.precision, counts)
+    product = Spec(lhs_transposed, rhs_transposed, np.dtype(lhs.dtype), None, spec.precision, counts, triangle=triangle)
     batch, *_ = product.sizes(lhs, rhs)
     if like.dtype != lhs.dtype or any(a != b for a, b in zip(batch, like.shape, strict=False)):
         product = product._replace(dtype=accumulator(lhs.dtype))

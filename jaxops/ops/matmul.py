@@ -228,6 +228,31 @@ def dot_general(
       >>> jaxops.dot_general(jnp.ones((2, 3)), jnp.ones((4, 3)), (((1,), (1,)), ((), ()))).shape
       (2, 4)
     """
+    return triangular_dot_general(
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        out_sharding=out_sharding,
+        lhs_scale=lhs_scale,
+        rhs_scale=rhs_scale,
+    )
+
+
+def triangular_dot_general(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    out_sharding: Any = None,
+    lhs_scale: Any = None,
+    rhs_scale: Any = None,
+    triangle: str | None = None,
+) -> jax.Array:
+    """`dot_general`, of which a triangle need not be multiplied: see `Spec`."""
     lhs, rhs = arguments.array("dot_general", "lhs", lhs), arguments.array("dot_general", "rhs", rhs)
     try:
         numbers = tuple(
@@ -254,6 +279,6 @@ def dot_general(
     left, lhs_transposed = _ordered(lhs.astype(dtypes[0]), lhs_batch, lhs_free, lhs_contract)
     right, rhs_transposed = _ordered(rhs.astype(dtypes[1]), rhs_batch, rhs_contract, rhs_free)
     counts = (len(lhs_free), len(rhs_free), len(lhs_contract))
-    spec = Spec(lhs_transposed, rhs_transposed, np.dtype(out.dtype), None, wanted, counts)
+    spec = Spec(lhs_transposed, rhs_transposed, np.dtype(out.dtype), None, wanted, counts, triangle=triangle)
     scale = None if scale is None else expand_rank(scale, len(out.shape))
     return kernel(left, right, scale, None, spec)[0]

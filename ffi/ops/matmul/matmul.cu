@@ -183,8 +183,8 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
 
 // lhs, rhs, [scale], [bias] -> out, and more as in MoreResults
 Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs rest, BufferResult out,
-             ffi::RemainingRets more, bool lhs_transposed, bool rhs_transposed, int32_t activation, bool has_scale,
-             bool has_preactivation, int32_t tile_rows, int32_t tile_columns, bool ping_pong, int32_t band,
+             ffi::RemainingRets more, bool lhs_transposed, bool rhs_transposed, int32_t activation, int32_t triangle,
+             bool has_scale, bool has_preactivation, int32_t tile_rows, int32_t tile_columns, bool ping_pong, int32_t band,
              int32_t terms, int32_t splits, int32_t promote, int32_t lhs_copy, int32_t rhs_copy, bool has_partials) {
   constexpr int32_t kCopies = static_cast<int32_t>(OperandCopy::kCount);
   if (lhs_copy < 0 || lhs_copy >= kCopies || rhs_copy < 0 || rhs_copy >= kCopies || band < 1 || splits < 1 ||
@@ -227,7 +227,7 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
   Problem problem = {};
   JAXOPS_RETURN_IF_ERROR(matmul::ParseProblem(kHandler, lhs, rhs, scale ? &*scale : nullptr, bias ? &*bias : nullptr,
                                               *out, results.preactivation ? &*results.preactivation : nullptr,
-                                              lhs_transposed, rhs_transposed, activation, &problem));
+                                              lhs_transposed, rhs_transposed, activation, triangle, &problem));
   if (problem.m * problem.n * problem.batches == 0) return Error::Success();
   if (problem.k > 0) {
     JAXOPS_RETURN_IF_ERROR(CheckWorkspaces(lhs, rhs, problem, choice, results));
@@ -264,6 +264,7 @@ JAXOPS_HANDLER(matmul, jaxops::Matmul,
                    .Attr<bool>("lhs_transposed")
                    .Attr<bool>("rhs_transposed")
                    .Attr<int32_t>("activation")
+                   .Attr<int32_t>("triangle")
                    .Attr<bool>("has_scale")
                    .Attr<bool>("has_preactivation")
                    .Attr<int32_t>("tile_rows")

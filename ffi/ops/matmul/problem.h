@@ -13,6 +13,10 @@ namespace jaxops::matmul {
 // The order is part of the calling convention: jaxops/ops/matmul.py passes the index.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluExact, kSilu, kCount };
 
+// What lies above the diagonal (columns beyond the row): of the result, it need not be written; of lhs as it lies in
+// memory, it is 0. The order is part of the calling convention.
+enum class Triangle : int32_t { kNone, kResult, kLhs, kCount };
+
 // Batch axes over which all operands move alike are merged; 8 remain free, more than nested vmaps produce.
 inline constexpr int kMaxBatchAxes = 8;
 
@@ -49,6 +53,7 @@ struct Problem {
   int64_t bias_row_stride, bias_column_stride;  // 0 where the bias broadcasts
   void *out, *preactivation;                    // preactivation: null unless the backward pass will need it
   Activation activation;
+  Triangle triangle;
   const int32_t* only_if = nullptr;  // the general kernels do nothing if this is not null and 0 on the device
 
   int64_t lhs_stride() const { return lhs_transposed ? m : k; }
@@ -59,7 +64,8 @@ struct Problem {
 // the scale has along all other axes.
 inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBuffer& rhs, const AnyBuffer* scale,
                           const AnyBuffer* bias, const AnyBuffer& out, const AnyBuffer* preactivation,
-                          bool lhs_transposed, bool rhs_transposed, int32_t activation, Problem* problem) {
+                          bool lhs_transposed, bool rhs_transposed, int32_t activation, int32_t triangle,
+                          Problem* problem) {
   const auto l = lhs.dimensions(), r = rhs.dimensions(), o = out.dimensions();
   const size_t rank = o.size();
   const auto fits = [rank](const AnyBuffer* operand) { return !operand || operand->dimensions().size() == rank; };
@@ -68,6 +74,9 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBu
   }
   if (activation < 0 || activation >= static_cast<int32_t>(Activation::kCount)) {
     return Invalid(handler, "unknown activation " + std::to_string(activation));
+  }
+  if (triangle < 0 || triangle >= static_cast<int32_t>(Triangle::kCount)) {
+    return Invalid(handler, "unknown triangle " + std::to_string(triangle));
   }
   Problem& p = *problem;
   p.m = o[rank - 2];
@@ -143,6 +152,7 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBu
   p.out = out.untyped_data();
   p.preactivation = preactivation ? preactivation->untyped_data() : nullptr;
   p.activation = static_cast<Activation>(activation);
+  p.triangle = static_cast<Triangle>(triangle);
   return Error::Success();
 }
 

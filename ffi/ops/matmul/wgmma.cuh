@@ -64,18 +64,12 @@ __device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrie
 
 template <class Tile, class P>
 __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
-  const Problem& p = arguments.problem;
   const WgmmaWorks<Tile, P> works(arguments);
   constexpr int kParts = P::kTerms == 1 ? 1 : 2;
   RingPlace<Tile> place{0, 1};
-  for (uint32_t index = works.first(); index < works.count(); index += works.step()) {
-    const WgmmaWork work = works.At(index);
-    int lhs = 0, rhs = 0;  // operands' matrices
-    if (p.batches > 1) {
-      const Offsets offsets = p.batch.At(work.batch);
-      lhs = static_cast<int>(offsets.lhs / (p.m * p.k));
-      rhs = static_cast<int>(offsets.rhs / (p.k * p.n));
-    }
+  works.ForEach([&](const WgmmaWork& work) {
+    int lhs, rhs;  // operands' matrices
+    arguments.matrices.At(work.batch, &lhs, &rhs);
     for (int k_tile = work.first; k_tile < work.last; ++k_tile)
       for (int term = 0; term < P::kTerms; ++term) {
         ring.Empty(place.stage).Wait(place.parity);
@@ -87,7 +81,7 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
                                                      rhs * kParts + P::RhsPart(term));
         place.Advance();
       }
-  }
+  });
 }
 
 // Adds the sums of the cluster's other blocks, in the order of their ranks, to those of the first; true there. The ring
@@ -146,13 +140,13 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
   // Ping-pong: barrier 4 + w is warpgroup w's turn to multiply; the first one's comes first.
   constexpr int kTurn = 4;
   if (Tile::kPingPong && warpgroup == 1) hopper::NamedArrive(kTurn, 2 * kWarpgroup);
-  int turn = 0;
-  for (uint32_t index = works.first(); index < works.count(); index += works.step(), turn ^= 1) {
-    const WgmmaWork work = works.At(index);
+  int turn = 1;
+  works.ForEach([&](const WgmmaWork& work) {
     const int depth = (work.last - work.first) * P::kTerms;
+    turn ^= 1;
     if (Tile::kPingPong && turn != warpgroup) {
       place.Skip(depth);
-      continue;
+      return;
     }
     store.FetchBias(work);
     if constexpr (Tile::kPingPong) hopper::NamedSync(kTurn + warpgroup, 2 * kWarpgroup);
@@ -204,10 +198,10 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
     store.AwaitBias();
     auto& results = Either<P::kPromotes>(sums, promoted);
     if constexpr (Tile::kSplitsInCluster) {
-      if (arguments.cluster > 1 && !SumCluster<Tile>(arguments, ring.stages, warpgroup, results)) break;
+      if (arguments.cluster > 1 && !SumCluster<Tile>(arguments, ring.stages, warpgroup, results)) return;
     }
     store.Store(results, work.row + first_block * 64, work);
-  }
+  });
   store.Finish();
 }
 

@@ -85,11 +85,18 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   const bool split = plan.partials != nullptr, wide = split || plan.wide_out;
   const bool in_cluster = plan.splits > 1 && !split;
   if ((in_cluster && !Tile::kSplitsInCluster) || (!Tile::kWhole && p.m > Tile::kRows)) return cudaErrorNotSupported;
+  const auto tiles = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  const int64_t rows = tiles(p.m, Tile::kRows), columns = tiles(p.n, Tile::kColumns);
+  const int64_t works = rows * columns * p.batches * plan.splits;
+  if (std::max({p.m, p.n, p.k, columns * plan.band}) > kMost - 512 || works > kMost / 2) return cudaErrorNotSupported;
   WgmmaArguments arguments = {};
   arguments.problem = p;
-  arguments.splits = plan.splits;
+  arguments.matrices = MatrixIndices(p);
+  arguments.raster =
+      Raster(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns), static_cast<uint32_t>(tiles(p.k, P::kDepth)),
+             static_cast<uint32_t>(p.batches), plan.splits, plan.band);
   arguments.cluster = in_cluster ? plan.splits : 1;
-  arguments.band = plan.band;
   arguments.promote = plan.promote;
   arguments.wide_out = wide;
   arguments.unfit = plan.unfit;
@@ -121,10 +128,6 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
-  const auto tiles = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
-  const int64_t works = tiles(p.m, Tile::kRows) * tiles(p.n, Tile::kColumns) * p.batches * plan.splits;
-  if (std::max({p.m, p.n, p.k}) > kMost - 512 || works > kMost / 2) return cudaErrorNotSupported;
   status = Launch(stream, WgmmaMatmul<Tile, P>,
                   {in_cluster ? works : std::min<int64_t>(works, multiprocessors * Tile::kResident), Tile::kThreads,
                    arguments.cluster, Tile::kSharedBytes},

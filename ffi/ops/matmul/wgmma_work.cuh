@@ -68,19 +68,69 @@ struct Product {
   using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
 };
 
+// Which matrices of the operands a batch index multiplies.
+struct MatrixIndices {
+  int axes;
+  Divisor32 sizes[kMaxBatchAxes];
+  uint32_t lhs[kMaxBatchAxes], rhs[kMaxBatchAxes];
+
+  MatrixIndices() = default;
+  explicit MatrixIndices(const Problem& p) : axes(p.batch.axes) {
+    for (int axis = 0; axis < axes; ++axis) {
+      sizes[axis] = Divisor32(static_cast<uint32_t>(p.batch.sizes[axis]));
+      lhs[axis] = static_cast<uint32_t>(p.batch.strides[axis].lhs / (p.m * p.k));
+      rhs[axis] = static_cast<uint32_t>(p.batch.strides[axis].rhs / (p.k * p.n));
+    }
+  }
+  __device__ void At(uint32_t index, int* lhs_matrix, int* rhs_matrix) const {
+    uint32_t left = 0, right = 0;
+    for (int axis = axes - 1; axis >= 0; --axis) {
+      const uint32_t rest = sizes[axis].Divide(index), i = index - rest * sizes[axis].divisor;
+      left += i * lhs[axis];
+      right += i * rhs[axis];
+      index = rest;
+    }
+    *lhs_matrix = static_cast<int>(left);
+    *rhs_matrix = static_cast<int>(right);
+  }
+};
+
+// The order in which tiles come: bands of tile rows that go back and forth, matrix by matrix, part of k by part of k.
+struct Raster {
+  uint32_t rows, columns, depth;  // in tiles
+  uint32_t count;                 // of works
+  uint32_t splits;
+  Divisor32 matrix, band;  // how many tiles each has
+  Divisor32 batches, band_rows, last_band_rows;
+
+  Raster() = default;
+  // All fits into 31 bits.
+  Raster(uint32_t rows, uint32_t columns, uint32_t depth, uint32_t batches, uint32_t splits, uint32_t band_rows)
+      : rows(rows),
+        columns(columns),
+        depth(depth),
+        count(rows * columns * batches * splits),
+        splits(splits),
+        matrix(rows * columns),
+        band(band_rows * columns),
+        batches(batches),
+        band_rows(band_rows),
+        last_band_rows((rows - 1) % band_rows + 1) {}
+};
+
 struct WgmmaArguments {
   CUtensorMap lhs, rhs, out, preactivation;
   Problem problem;
-  int splits;            // of k
-  int cluster;           // 1, or splits: the parts of a tile are the blocks of a cluster
-  int band;              // tile rows
+  MatrixIndices matrices;
+  Raster raster;
+  int cluster;           // 1, or the splits of k: the parts of a tile are the blocks of a cluster
   int promote;           // k tiles, counted for each term, after which sums are promoted
   bool wide_out;         // results are f32
   bool boxes_out;        // results can be stored by the copy engine
   const int32_t* unfit;  // if not null and not 0: leave, another kernel does it
 };
 
-// A tile of the result and a range of k.
+// A tile of the result and a range of k, which is never empty.
 struct WgmmaWork {
   int row, column;
   int first, last;  // k tiles
@@ -91,48 +141,64 @@ struct WgmmaWork {
 template <class Tile, class P>
 class WgmmaWorks {
  public:
-  __device__ explicit WgmmaWorks(const WgmmaArguments& arguments)
-      : arguments_(arguments),
-        rows_(Ceiling(arguments.problem.m, Tile::kRows)),
-        columns_(Ceiling(arguments.problem.n, Tile::kColumns)),
-        depth_(Ceiling(arguments.problem.k, P::kDepth)),
-        batches_(static_cast<uint32_t>(arguments.problem.batches)) {}
+  __device__ explicit WgmmaWorks(const WgmmaArguments& arguments) : arguments_(arguments) {}
 
-  // This block's works are first(), first() + step(), ... below count().
-  __device__ uint32_t count() const { return per_split() * arguments_.splits; }
-  __device__ uint32_t first() const {
-    if (arguments_.cluster == 1) return blockIdx.x;
-    return per_split() * hopper::ClusterRank() + blockIdx.x / arguments_.cluster;
-  }
-  __device__ uint32_t step() const { return arguments_.cluster == 1 ? gridDim.x : count(); }
-
-  __device__ WgmmaWork At(uint32_t index) const {
-    const uint32_t tiles = rows_ * columns_, band_rows = arguments_.band;
-    uint32_t slice = 0, split = 0;
-    if (count() > tiles) {
-      slice = index / tiles;
-      index -= slice * tiles;
-      split = arguments_.splits == 1 ? 0 : slice / batches_;
+  // Calls visit(work) for this block's works, in order.
+  template <class Visit>
+  __device__ void ForEach(const Visit& visit) const {
+    const uint32_t count = arguments_.raster.count;
+    uint32_t index = blockIdx.x, step = gridDim.x;
+    const bool in_cluster = arguments_.cluster > 1;  // then each block has one work
+    if (in_cluster) {
+      index = count / arguments_.cluster * hopper::ClusterRank() + blockIdx.x / arguments_.cluster;
+      step = count;
     }
-    const uint32_t per_band = band_rows * columns_, band = index / per_band, within = index - band * per_band;
-    const uint32_t height = min(band_rows, rows_ - band * band_rows);
-    const uint32_t column = within / height, row = band * band_rows + within - column * height;
-    return {static_cast<int>(row * Tile::kRows),
-            static_cast<int>((band % 2 ? columns_ - 1 - column : column) * Tile::kColumns),
-            static_cast<int>(uint64_t{depth_} * split / arguments_.splits),
-            static_cast<int>(uint64_t{depth_} * (split + 1) / arguments_.splits),
-            static_cast<int>(slice - split * batches_),
-            static_cast<int>(slice)};
+    for (; index < count; index += step) {
+      const WgmmaWork work = At(index);
+      if (in_cluster || !IsLeftOut(work)) visit(work);
+    }
   }
 
  private:
-  static __device__ uint32_t Ceiling(int64_t size, int tile) {
-    return (static_cast<uint32_t>(size) + tile - 1) / tile;  // LaunchTile has seen that all fits into 31 bits
+  __device__ WgmmaWork At(uint32_t index) const {
+    const Raster& raster = arguments_.raster;
+    const uint32_t slice = raster.matrix.Divide(index), split = raster.splits == 1 ? 0 : raster.batches.Divide(slice);
+    const uint32_t batch = slice - split * raster.batches.divisor;
+    index -= slice * raster.matrix.divisor;
+    const uint32_t band = raster.band.Divide(index), within = index - band * raster.band.divisor;
+    const uint32_t first_row = band * raster.band_rows.divisor;
+    const Divisor32& height =
+        first_row + raster.band_rows.divisor > raster.rows ? raster.last_band_rows : raster.band_rows;
+    const uint32_t column = height.Divide(within), row = first_row + within - column * height.divisor;
+    // Where rows differ in their work, blocks get early and late ones in turn.
+    const bool turned = arguments_.problem.triangle != Triangle::kNone && batch % 2;
+    WgmmaWork work = {static_cast<int>((turned ? raster.rows - 1 - row : row) * Tile::kRows),
+                      static_cast<int>((band % 2 ? raster.columns - 1 - column : column) * Tile::kColumns),
+                      0,
+                      static_cast<int>(raster.depth),
+                      static_cast<int>(batch),
+                      static_cast<int>(slice)};
+    if (raster.splits > 1) {
+      work.first = static_cast<int>(uint64_t{raster.depth} * split / raster.splits);
+      work.last = static_cast<int>(uint64_t{raster.depth} * (split + 1) / raster.splits);
+    }
+    if (arguments_.problem.triangle == Triangle::kLhs) SkipZeros(work);
+    return work;
   }
-  __device__ uint32_t per_split() const { return rows_ * columns_ * batches_; }
+
+  // Of lhs, what lies above the diagonal need not be multiplied; of the result, it need not be there.
+  __device__ void SkipZeros(WgmmaWork& work) const {
+    if (arguments_.problem.lhs_transposed) {
+      work.first = min(max(work.first, work.row / P::kDepth), work.last - 1);
+    } else {
+      work.last = max(min(work.last, (work.row + Tile::kRows + P::kDepth - 1) / P::kDepth), work.first + 1);
+    }
+  }
+  __device__ bool IsLeftOut(const WgmmaWork& work) const {
+    return arguments_.problem.triangle == Triangle::kResult && work.column >= work.row + Tile::kRows;
+  }
 
   const WgmmaArguments& arguments_;
-  const uint32_t rows_, columns_, depth_, batches_;
 };
 
 }  // namespace jaxops::matmul

@@ -71,7 +71,7 @@ def dot_product_attention_weights(
     """
     query, key = dtypes.promote_dtype(query, key, dtype=dtype)
     _check_query_key(query, key)
-    score = _score("einsum", einsum, precision, einsum_dot_general)
+    score = _score("einsum", einsum, precision, einsum_dot_general, causal and mask is None)
     wide = jnp.promote_types(query.dtype, jnp.float32) if force_fp32_for_softmax else query.dtype
     weights = _functions.attention_weights(query, key, bias, mask, score=score, causal=causal, dtype=wide)
     dropout = _Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
@@ -107,7 +107,9 @@ def _change(dropout: _Dropout, module: nn.Module | None, leading: int, dtype: An
     return change
 
 
-def _products(name: str, einsum: Any, subscripts: str, default: Callable, precision: Any, product: Any) -> Callable:
+def _products(
+    name: str, einsum: Any, subscripts: str, default: Callable, precision: Any, product: Any, causal: bool
+) -> Callable:
     """The function of two arrays that the arguments ask for: an einsum of the user's own, or of one's product."""
     if einsum and (precision or product):
         raise ValueError(
@@ -117,11 +119,11 @@ def _products(name: str, einsum: Any, subscripts: str, default: Callable, precis
         einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=product)
     if einsum:
         return functools.partial(einsum, subscripts)
-    return functools.partial(default, product=dot_general, precision=precision)
+    return functools.partial(default, product=dot_general, causal=causal, precision=precision)
 
 
-def _score(name: str, einsum: Any, precision: Any, product: Any) -> Callable:
-    return _products(name, einsum, "...qhd,...khd->...hqk", _functions.query_key, precision, product)
+def _score(name: str, einsum: Any, precision: Any, product: Any, causal: bool) -> Callable:
+    return _products(name, einsum, "...qhd,...khd->...hqk", _functions.query_key, precision, product, causal)
 
 
 def _check_query_key(query: jax.Array, key: jax.Array) -> None:
@@ -192,7 +194,10 @@ def dot_product_attention(
     _check_query_key(query, key)
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree but for their last axes")
-    score = _score("qk_attn_weights_einsum", qk_attn_weights_einsum, precision, einsum_dot_general)
+    if is_causal_mask(mask, query, key):
+        causal, mask = True, None
+    alone = causal and mask is None
+    score = _score("qk_attn_weights_einsum", qk_attn_weights_einsum, precision, einsum_dot_general, alone)
     mix = _products(
         "attn_weights_value_einsum",
         attn_weights_value_einsum,
@@ -200,9 +205,8 @@ def dot_product_attention(
         _functions.weights_value,
         precision,
         einsum_dot_general,
+        alone,
     )
-    if is_causal_mask(mask, query, key):
-        causal, mask = True, None
     dropout = _Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     return _functions.attend(
         query,
