@@ -77,15 +77,9 @@ sanitize: build
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) thread -m '' \
 	  tests/test_frames.py -k 'not cuda' $(ARGS)
 
-# The GPU handlers under compute-sanitizer, on call frames that visit the placements of the row kernels and every tile;
-# without red zones, as the tools watch the memory themselves. initcheck does not see what the copy engine writes, by
-# which matmul's results are stored; that all of them are written the same tests show on poisoned memory.
+# The GPU handlers under compute-sanitizer. make sanitize-gpu ARGS='--only "racecheck matmul"'
 sanitize-gpu: build
-	for tool in memcheck racecheck synccheck initcheck; do \
-	  JAXOPS_BARE_MEMORY=1 JAX_PLATFORMS=cpu compute-sanitizer --tool $$tool --print-limit 5 --error-exitcode 1 \
-	    $(python) -m pytest -q -m '' tests/test_frames.py $(ARGS) \
-	    -k "memory and cuda $$([ $$tool = initcheck ] && echo 'and not matmul')" || exit 1; \
-	done
+	$(python) tools/sanitize_gpu.py $(ARGS)
 
 # The site, in build/site; its code is run by the tests.
 docs: $(VENV)/ready

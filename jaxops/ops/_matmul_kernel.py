@@ -260,11 +260,17 @@ class _MatmulKernel(Kernel):
     def flops(self, lhs, rhs, *rest, spec, preactivation) -> int:
         del rest, preactivation
         batch, m, k, _, n = spec.sizes(lhs, rhs)
-        return 2 * math.prod((*batch, *m, *k, *n))
+        all_terms = math.prod((*batch, *m, *k, *n))
+        if spec.triangle is None:
+            return 2 * all_terms
+        rows, columns = (*m, *n) if spec.triangle == "result" else (*k, *m) if spec.lhs_transposed else (*m, *k)
+        lower = sum(min(row + 1, columns) for row in range(rows))  # entries not above the diagonal
+        return 2 * (all_terms // (rows * columns)) * lower if lower else 0
 
     def explain(self, *operands, spec, preactivation) -> str:
         choice = self._choice_of_call(*operands, spec=spec, preactivation=preactivation)
         done = ["scaled"] * spec.scaled + [spec.activation or ""] + ["keeps the preactivation"] * preactivation
+        done += [f"of the {spec.triangle} the lower triangle alone"] * (spec.triangle is not None)
         return "; ".join([f"on a GPU {choice}", *filter(None, [", ".join(filter(None, done))])])
 
     def call_target(self, *operands, spec, preactivation) -> list[jax.Array]:
