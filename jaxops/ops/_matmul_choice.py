@@ -208,7 +208,7 @@ def _best_tile(product: Product, device: Device, finished: bool = False) -> tupl
 
     finished: whether sums are scaled, biased or activated, not only rounded.
     """
-    if product.triangle:  # larger tiles leave less of it out
+    if product.triangle and product.arithmetic == "16bit":  # larger tiles leave less of it out
         side = 64 if product.n <= 64 else 128
         return next(t for t in TILES[product.arithmetic] if t[:3] == (side, side, False)), 1, False
     itemsize = ARITHMETICS[product.arithmetic].itemsize

@@ -184,8 +184,9 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
 // lhs, rhs, [scale], [bias] -> out, and more as in MoreResults
 Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs rest, BufferResult out,
              ffi::RemainingRets more, bool lhs_transposed, bool rhs_transposed, int32_t activation, int32_t triangle,
-             bool has_scale, bool has_preactivation, int32_t tile_rows, int32_t tile_columns, bool ping_pong, int32_t band,
-             int32_t terms, int32_t splits, int32_t promote, int32_t lhs_copy, int32_t rhs_copy, bool has_partials) {
+             bool has_scale, bool has_preactivation, int32_t tile_rows, int32_t tile_columns, bool ping_pong,
+             int32_t band, int32_t terms, int32_t splits, int32_t promote, int32_t lhs_copy, int32_t rhs_copy,
+             bool has_partials) {
   constexpr int32_t kCopies = static_cast<int32_t>(OperandCopy::kCount);
   if (lhs_copy < 0 || lhs_copy >= kCopies || rhs_copy < 0 || rhs_copy >= kCopies || band < 1 || splits < 1 ||
       promote < 0 || (splits > 8 && !has_partials) || (terms != 1 && terms != 3) || band > 64) {

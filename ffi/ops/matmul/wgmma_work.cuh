@@ -186,7 +186,8 @@ class WgmmaWorks {
     return work;
   }
 
-  // Of lhs, what lies above the diagonal need not be multiplied; of the result, it need not be there.
+  // Of lhs, what lies above the diagonal need not be multiplied. One k tile, of zeros perhaps, remains: sums that began
+  // as zeros instead would make ptxas serialise the products.
   __device__ void SkipZeros(WgmmaWork& work) const {
     if (arguments_.problem.lhs_transposed) {
       work.first = min(max(work.first, work.row / P::kDepth), work.last - 1);
@@ -194,6 +195,7 @@ class WgmmaWorks {
       work.last = max(min(work.last, (work.row + Tile::kRows + P::kDepth - 1) / P::kDepth), work.first + 1);
     }
   }
+  // Of the result, what lies above the diagonal need not be there.
   __device__ bool IsLeftOut(const WgmmaWork& work) const {
     return arguments_.problem.triangle == Triangle::kResult && work.column >= work.row + Tile::kRows;
   }
