@@ -249,6 +249,26 @@ def test_causal_attention(rng):
         cases.assert_same(got, wanted, ulp=32)
 
 
+@pytest.mark.parametrize("queries, keys, features", [(640, 640, 64), (600, 1000, 128), (1000, 520, 72)], ids=str)
+def test_long_causal_attention(queries, keys, features, rng):
+    """Of 16-bit floats and 512 tokens or more: what no query sees is not even multiplied."""
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, n, 2, d)), jnp.bfloat16)
+        for n, d in ((queries, 64), (keys, 64), (keys, features))
+    )
+    mask = jnp.tril(jnp.ones((1, 1, queries, keys), bool))
+
+    def results(attend, *qkv):
+        out, pullback = jax.vjp(attend, *qkv)
+        return out, *pullback(jnp.cos(out)), jax.jvp(attend, qkv, tuple(jnp.sin(x) for x in qkv))[1]
+
+    got = results(lambda *qkv: linen.dot_product_attention(*qkv, causal=True), q, k, v)
+    exact = (x.astype(jnp.float32) for x in (q, k, v))
+    wanted = results(lambda *qkv: nn.dot_product_attention(*qkv, mask=mask), *exact)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert jnp.linalg.norm(ours.astype(jnp.float32) - theirs) <= 2e-2 * jnp.linalg.norm(theirs)
+
+
 def test_attention_with_bias(rng):
     q, k, v = (cases.draw(rng, (2, 6, 4, 8), "bfloat16") for _ in range(3))
     bias, mask = cases.draw(rng, (4, 6, 6)), cases.draw_mask(rng, 2, 4, 6, 6)
