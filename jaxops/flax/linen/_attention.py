@@ -171,7 +171,8 @@ def dot_product_attention(
       module: stores the weights as the intermediate "attention_weights".
       force_fp32_for_softmax: the weights are float32. The softmax is computed in f32 in any case.
       qk_attn_weights_einsum, attn_weights_value_einsum: einsums of the user's own, both or none.
-      causal: query i sees the keys 0 to i, besides `mask`; masked keys are not even read.
+      causal: query i sees the keys 0 to i, besides `mask`; later keys are not even read, and, without `mask`, not
+        multiplied by Hopper's 16-bit kernels from 512 tokens on.
 
     Returns:
       `[batch..., queries, heads, features]`.
