@@ -46,7 +46,8 @@ BOUNDS = {
     "rows, 32 or 64 bits": Bound(1.5, 1.5, 16.0, 6.0),
     "rows of 2^20, 16 bits": Bound(0.6, 1.0, 20.0, 2.0),  # gradients of a softmax that is denormal in f16
     "rows of 2^20, 32 or 64 bits": Bound(2.5, 12.0, 16.0, 6.0),
-    "products, 8 bits": Bound(2048.0, 4.0, 0.0, 0.0),  # the tensor cores keep 14 bits of a sum
+    "products, 8 bits": Bound(8.0, 4.0, 0.0, 0.0),
+    "products, 8 bits, GPU": Bound(2048.0, 4.0, 0.0, 0.0),  # the tensor cores keep 14 bits of a sum
     "products, 16 bits": Bound(1.0, 1.0, 2.0, 1.0),
     "products with bias and activation, 16 bits": Bound(1.0, 8.0, 2.0, 1.0),  # where XLA's dot rounds the product
     "products, 32 or 64 bits": Bound(8.0, 6.0, 32.0, 4.0),
@@ -54,11 +55,11 @@ BOUNDS = {
 }
 
 
-def bound(op: str, dtype: str, options: str = "") -> Bound:
-    if options == "default precision":
+def bound(op: str, dtype: str, options: str, on_gpu: bool) -> Bound:
+    if options == "default precision" and on_gpu:
         return BOUNDS["products in TF32"]
     if dtype in fuzz.EIGHT_BITS:
-        return BOUNDS["products, 8 bits"]
+        return BOUNDS["products, 8 bits, GPU" if on_gpu else "products, 8 bits"]
     kind = "products" if op in ("matmul", "dot_general") else "rows of 2^20" if "2^20" in options else "rows"
     if kind == "products" and options.startswith("bias") and np.dtype(dtype).itemsize == 2:
         kind = "products with bias and activation"
@@ -259,7 +260,7 @@ class Row(NamedTuple):
         return ",".join(f"{v:.3g}" if isinstance(v, float) else v for v in self)
 
     def within(self) -> bool:
-        limits = bound(self.op, self.dtype, self.options)
+        limits = bound(self.op, self.dtype, self.options, on_gpu=self.device != "CPU")
         return not any(getattr(self, name) > limit for name, limit in limits._asdict().items())
 
 

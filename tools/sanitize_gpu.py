@@ -12,6 +12,7 @@ import concurrent.futures
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -60,6 +61,8 @@ def main(arguments: list[str]) -> int:
     chosen = [(tool, op) for tool, op in RUNS if options.only in f"{tool} {op}"]
     if not chosen:
         parser.error(f"no run's name contains {options.only!r}: there are {', '.join(map(' '.join, RUNS))}")
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         for job in concurrent.futures.as_completed([pool.submit(run, tool, op, more) for tool, op in chosen]):

@@ -278,19 +278,19 @@ def dot_product_attention(
     precision = precision if weighted else None
     einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=dot_general)
 
+    alone = is_causal and mask is None
+
     def score(query, key):
         if heads == groups:
             options = {"precision": precision, "preferred_element_type": wide}
-            return _functions.query_key(query, key, dot_general, is_causal and mask is None, **options)
+            return _functions.query_key(query, key, dot_general, alone, **options)
         query = query.reshape(*query.shape[:-2], groups, heads // groups, query.shape[-1])
         logits = einsum("...qhgd,...khd->...hgqk", query, key, preferred_element_type=wide)
         return logits.reshape(*logits.shape[:-4], heads, *logits.shape[-2:])
 
     def mix(weights, value):
         if heads == groups:
-            return _functions.weights_value(
-                weights, value, dot_general, is_causal and mask is None, precision=precision
-            )
+            return _functions.weights_value(weights, value, dot_general, alone, precision=precision)
         weights = weights.reshape(*weights.shape[:-3], groups, heads // groups, *weights.shape[-2:])
         out = einsum("...hgqk,...khd->...qhgd", weights, value)
         return out.reshape(*out.shape[:-3], heads, out.shape[-1])
