@@ -84,12 +84,15 @@ inline int MostDynamicShared() {
   return known ? most - (16 << 10) : 0;
 }
 
-// Whether the current device has thread block clusters.
-inline bool HasClusters() {
-  int device = 0, major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+// Ten times the major compute capability of the current device plus the minor one; 0 if it is not known.
+inline int ComputeCapability() {
+  int device = 0, major = 0, minor = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
+  return known ? 10 * major + minor : 0;
 }
+inline constexpr int kHopper = 90;  // the first with clusters, and the only one with wgmma
 
 }  // namespace jaxops
 

@@ -25,6 +25,9 @@ Result First(Types<Ts...>, Result otherwise, const Accept& accept, const Visit& 
   return result;
 }
 
+template <class T, class... Ts>
+inline constexpr bool kIsOneOf = (std::is_same_v<T, Ts> || ...);
+
 template <class T>
 inline constexpr DataType kDataType = DataType::INVALID;
 template <>

@@ -73,13 +73,6 @@ struct CountMeanSquares {
   }
 };
 
-// Whether the code is compiled for devices with clusters; kernels with clusters are empty on others.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-inline constexpr bool kHaveClusters = false;
-#else
-inline constexpr bool kHaveClusters = true;
-#endif
-
 // Lanes of a warp that share something: `step` apart.
 template <int kLanes, int step>
 struct WarpLanes {

@@ -137,10 +137,33 @@ using Tables = std::conditional_t<
                 std::conditional_t<Op::kInputs == 2, TwoInputs,
                                    std::conditional_t<Op::kBroadcasts != 0, OneInputWithParameters, OneInput>>>>>>;
 
+// The tables were measured on Hopper. Other GPUs get these placements of them: some for each table, which end in one
+// that takes rows of any length. Each costs build time and size for every architecture.
+template <class P>
+inline constexpr bool kPortable =
+    kIsOneOf<P, Along<16, 2, 2>, Along<32, 4>, Along<128, 4>, Along<128, 8>, Along<256, 4>, Along<256, 8>,
+             Along<512, 4>, Along<512, 4, 1, 8>, Along<512, 8, 1, 16>, Along<32, 5>, Along<128, 5>, Along<256, 5>,
+             Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, StreamedAlong<512>, Across<8, 32, 8>, StreamedAcross<8, 64>,
+             StreamedAcross<32, 16>>;
+
+// Whether a GPU of a compute capability runs kernels of a placement.
+template <class P>
+__host__ __device__ constexpr bool RunsOn(int capability) {
+  return capability == kHopper || (kPortable<P> && (P::kCluster == 1 || capability > kHopper));
+}
+// Kernels are empty where they do not run.
+#ifdef __CUDA_ARCH__
+template <class P>
+inline constexpr bool kRunsHere = RunsOn<P>(__CUDA_ARCH__ / 10);
+#else
+template <class P>
+inline constexpr bool kRunsHere = true;
+#endif
+
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
     RowKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry) {
-  if constexpr (P::kCluster == 1 || kHaveClusters) {
+  if constexpr (kRunsHere<P>) {
     using RowType = Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>;
     RowType row(geometry);
     row.MoveToTeam(int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows, geometry.rows.total, {});
@@ -152,8 +175,8 @@ __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
 inline constexpr int64_t kManyBlocks = 132;
 
 template <class P, int kV, Lay kLay>
-bool Fits(int64_t rows, int64_t columns, bool rows_alike) {
-  if (P::kCluster > 1 && !HasClusters()) return false;
+bool Fits(int64_t rows, int64_t columns, bool rows_alike, int capability) {
+  if (!RunsOn<P>(capability)) return false;
   if (P::kRows > 1 && (!rows_alike || rows < kManyBlocks * P::kTeams * P::kRows)) return false;
   const int64_t packs = P::kAcross ? columns : (columns + (kLay == Lay::kShifted ? kV - 1 : 0) + kV - 1) / kV;
   return P::kPacks == 0 || packs <= int64_t{P::kLanes} * P::kPacks * P::kCluster;
@@ -164,9 +187,10 @@ template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, cudaError_t* status) {
   using G = GeometryOf<Op::kSlots, kLay>;
   if (!layouts.template Fit<G>()) return false;
-  const int64_t rows = layouts.rows.total;
+  const int64_t rows = layouts.rows.total, columns = layouts.columns.total;
+  const int capability = ComputeCapability();
   return First(
-      Placements{}, false, [&]<class P> { return Fits<P, kV, kLay>(rows, layouts.columns.total, layouts.rows_alike); },
+      Placements{}, false, [&]<class P> { return Fits<P, kV, kLay>(rows, columns, layouts.rows_alike, capability); },
       [&]<class P> {
         constexpr int kBlockRows = Row<P, kV, kLay, A, G>::kBlockRows;
         const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * P::kCluster;

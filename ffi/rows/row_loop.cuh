@@ -55,6 +55,12 @@ using ShiftedSumPlacements =
           Looped<Along<512, 4, 1, 16>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
 using ShortSumPlacements = Types<Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 2, 1, 16>, 2>>;
 using ElementSumPlacements = Types<Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
+template <class P, int kStages, bool kShared>
+inline constexpr bool kPortable<Looped<P, kStages, kShared>> =
+    kIsOneOf<Looped<P, kStages, kShared>, Looped<Along<16, 1, 2>, 2>, Looped<Along<16, 2, 2>, 2>,
+             Looped<Along<32, 2>, 2>, Looped<Along<64, 4>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<64, 3>, 2>,
+             Looped<Along<512, 2>, 2>, Looped<Along<512, 3>, 2>, Looped<Along<512, 4>, 2, true>,
+             Looped<Along<512, 2, 1, 16>, 2>, Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 
 // op(row, op.Parameters(row), op.Scalars(row), sums...) for the rows begin, begin + step, ... below end, which
 // move(row, first) turns to. op.ForEachInput names what is fetched ahead.
@@ -216,20 +222,21 @@ __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
     RowSumsKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry,
                   const __grid_constant__ GroupsOf<Op::kSlots, kLay> groups,
                   const __grid_constant__ SumResults<A> results) {
-  if constexpr (P::kCluster == 1 || kHaveClusters) SumRows<P, kV, kLay, A>(op, geometry, groups, results);
+  if constexpr (kRunsHere<P>) SumRows<P, kV, kLay, A>(op, geometry, groups, results);
 }
 
 template <class P, int kV, Lay kLay, class A, class Op>
-bool LoopFits(const Op& op, const Layouts<Op::kSlots>& layouts, int64_t rows, bool rows_alike) {
+bool LoopFits(const Op& op, const Layouts<Op::kSlots>& layouts, int64_t rows, bool rows_alike, int capability) {
   return layouts.template Fit<LoopGeometry<P, kLay, Op>>() &&
          LoopRow<P, kV, kLay, A, Op>::SharedBytes(op.Inputs()) <= MostDynamicShared() &&
-         Fits<P, kV, kLay>(rows, layouts.columns.total, rows_alike);
+         Fits<P, kV, kLay>(rows, layouts.columns.total, rows_alike, capability);
 }
 
 template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts,
                         const SumResults<A>& results, cudaError_t* status) {
   if (layouts.groups.count > GroupsOf<Op::kSlots, kLay>::kMost) return false;
+  const int capability = ComputeCapability();
   return First(
       Placements{}, false,
       [&]<class P> {
@@ -237,7 +244,7 @@ bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSl
         const int64_t step = results.chunks == 1 ? 1 : results.chunks * P::kTeams;
         const bool constant = kLay != Lay::kShifted || layouts.rows.total <= step ||
                               (layouts.rows.count == 1 && step * layouts.rows.strides[0][0] % kV == 0);
-        return constant && LoopFits<P, kV, kLay, A>(op, layouts, std::numeric_limits<int64_t>::max(), true);
+        return constant && LoopFits<P, kV, kLay, A>(op, layouts, std::numeric_limits<int64_t>::max(), true, capability);
       },
       [&]<class P> {
         using RowType = LoopRow<P, kV, kLay, A, Op>;
@@ -283,7 +290,7 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& sha
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
     RowStreamKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry) {
-  if constexpr (P::kCluster == 1 || kHaveClusters) {
+  if constexpr (kRunsHere<P>) {
     using RowType = LoopRow<P, kV, kLay, A, Op>;
     extern __shared__ __align__(16) char shared[];
     const int64_t end = geometry.rows.total, begin = int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows;
@@ -297,8 +304,10 @@ __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
 template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, cudaError_t* status) {
   const int64_t rows = layouts.rows.total;
+  const int capability = ComputeCapability();
   return First(
-      Placements{}, false, [&]<class P> { return LoopFits<P, kV, kLay, A>(op, layouts, rows, layouts.rows_alike); },
+      Placements{}, false,
+      [&]<class P> { return LoopFits<P, kV, kLay, A>(op, layouts, rows, layouts.rows_alike, capability); },
       [&]<class P> {
         using RowType = LoopRow<P, kV, kLay, A, Op>;
         const auto kernel = RowStreamKernel<P, kV, kLay, A, Op>;

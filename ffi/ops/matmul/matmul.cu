@@ -68,14 +68,6 @@ Error General(Device stream, const Problem& problem, DataType operands, DataType
       });
 }
 
-bool IsHopper() {
-  int device = 0, major = 0, minor = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
-         minor == 0;
-}
-
 // The matrices of an operand as they lie in memory.
 MatrixStack AsTheyLie(const AnyBuffer& source, bool transposed, int64_t rows, int64_t columns) {
   if (transposed) std::swap(rows, columns);
@@ -237,7 +229,8 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
   const auto fits = [](const AnyBuffer& operand, int32_t copy) {
     return copy != 0 || reinterpret_cast<uintptr_t>(operand.untyped_data()) % 16 == 0;
   };
-  if (tile_rows == 0 || problem.k == 0 || !fits(lhs, lhs_copy) || !fits(rhs, rhs_copy) || !IsHopper())
+  if (tile_rows == 0 || problem.k == 0 || !fits(lhs, lhs_copy) || !fits(rhs, rhs_copy) ||
+      ComputeCapability() != kHopper)
     return General(stream, problem, lhs_type, result);
   return First(
       WgmmaOperands{}, Invalid(kHandler, "no tensor core kernel for these element types"),
