@@ -107,9 +107,26 @@ struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack<T, N> {
   }
 };
 
+// Each element the larger of two packs'; of a number and a NaN the number.
+template <class T, int N>
+  requires(sizeof(T) == 2 && N % 2 == 0)
+__device__ Pack<T, N> Larger(const Pack<T, N>& a, const Pack<T, N>& b) {
+  using Two = typename Pack<T, N>::Two;
+  Pack<T, N> out;
+#pragma unroll
+  for (int w = 0; w < N / 2; ++w) {
+    const Two larger = __hmax2(reinterpret_cast<const Two&>(a.words[w]), reinterpret_cast<const Two&>(b.words[w]));
+    out.words[w] = reinterpret_cast<const uint32_t&>(larger);
+  }
+  return out;
+}
+
 // Elements a pack: 16 bytes of the wider dtype.
 template <class T, class U = T>
 inline constexpr int kPackOf = 16 / std::max(sizeof(T), sizeof(U));
+// The same of rows across, each element of another row: few, as a thread keeps something for each of its rows.
+template <class T, class U = T>
+inline constexpr int kPackAcross = std::min(kPackOf<T, U>, 4);
 
 // Rounds value(0), value(1), ... to a pack; 16-bit elements two at a time.
 template <class T, int N, class F>

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 
 #include "rows/math.cuh"
@@ -172,6 +173,16 @@ class Exchange {
     }
   }
 
+  template <class J, class A, int kCount, int kRows>
+  __device__ void Join(Values<A, kCount> (&rows)[kRows]) {
+    if constexpr (P::kAcross && kRows > 1) {
+      JoinSpread<J>(rows);
+    } else {
+      JoinWarp<P, J>(rows);
+      JoinWarps<J>(rows);
+    }
+  }
+
   // Of values already joined in each warp.
   template <class J, class A, int kCount, int kRows>
   __device__ void JoinWarps(Values<A, kCount> (&rows)[kRows]) {
@@ -204,10 +215,79 @@ class Exchange {
   }
 
  private:
-  template <class V, int kRows>
-  static __device__ void Copy(V (&to)[kRows], const V (&from)[kRows]) {
+  template <class V, int kRows, int kMore>
+  static __device__ void Copy(V (&to)[kRows], const V (&from)[kMore]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) to[r] = from[r];
+  }
+
+  // Many rows a thread: its warp's lanes divide them among themselves, and each joins its own over the warps and the
+  // blocks.
+  template <class J, class A, int kCount, int kRows>
+  __device__ void JoinSpread(Values<A, kCount> (&rows)[kRows]) {
+    using V = Values<A, kCount>;
+    constexpr int kLanes = P::kWarpLanes, kOwn = kRows > kLanes ? kRows / kLanes : 1;
+    constexpr int kAlike = kRows > kLanes ? 1 : kLanes / kRows;  // lanes that have the same row
+    static_assert(P::kWarps > 1 && kRows % kOwn == 0);
+    // Half of the rows go to the other half of the lanes, then half of that half, ...
+#pragma unroll
+    for (int distance = kLanes / 2, count = kRows; distance > 0; distance /= 2, count = count > 1 ? count / 2 : 1) {
+      const bool upper = lane_ & distance;
+      const auto from = [&](const V& value) {
+        V out;
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) out.v[k] = __shfl_xor_sync(0xffffffffu, value.v[k], distance * P::kStep);
+        return out;
+      };
+#pragma unroll
+      for (int r = 0; r < (count > 1 ? count / 2 : 1); ++r) {
+        if (count == 1) {
+          rows[0] = J::Join(rows[0], from(rows[0]));
+        } else {
+          const V kept = upper ? rows[r + count / 2] : rows[r], sent = upper ? rows[r] : rows[r + count / 2];
+          rows[r] = J::Join(kept, from(sent));
+        }
+      }
+    }
+    const int first = lane_ / kAlike * kOwn;
+    turn_ ^= 1;
+    const auto join = [&](const auto& parts) {
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+        rows[j] = parts[0][team_][first + j];
+#pragma unroll
+        for (int part = 1; part < static_cast<int>(std::size(parts)); ++part)
+          rows[j] = J::Join(rows[j], parts[part][team_][first + j]);
+      }
+    };
+    __shared__ V shared[2][P::kWarps][P::kTeams][kRows];
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) shared[turn_][warp_][team_][first + j] = rows[j];
+    __syncthreads();
+    join(shared[turn_]);
+    if constexpr (P::kCluster > 1) {
+      __shared__ V blocks[2][P::kCluster][P::kTeams][kRows];
+      uint64_t* const barrier = Barriers() + turn_;
+      if (first_) ClusterWait();
+      first_ = false;
+      if (threadIdx.x == 0) ExpectBytes(barrier, sizeof(blocks[0]));
+      if (lane_ % kAlike == 0)
+        for (int block = warp_; block < P::kCluster; block += P::kWarps)
+#pragma unroll
+          for (int j = 0; j < kOwn; ++j)
+            SendToBlock(rows[j], &blocks[turn_][ClusterRank()][team_][first + j], barrier, block);
+      WaitForBytes(barrier, parities_ >> turn_ & 1);
+      parities_ ^= 1u << turn_;
+      join(blocks[turn_]);
+    }
+    V own[kOwn];
+    Copy(own, rows);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int k = 0; k < kCount; ++k)
+        rows[r].v[k] = __shfl_sync(0xffffffffu, own[r % kOwn].v[k],
+                                   r / kOwn * kAlike * P::kStep + static_cast<int>(threadIdx.x) % P::kStep);
   }
 
   // Lane l joins the slots l, l + kReaders, ...; then the lanes join theirs.

@@ -41,6 +41,14 @@ struct OneInput {
                             Across<8, 32, 16, 4, 2>,  //  2048
                             Across<4, 128, 16, 4>,    //  8192
                             StreamedAcross<4, 64, 16>, StreamedAcross<8, 64>>;
+  using PlainAcross16 = Types<Across<8, 16, 4>,         //   64 columns
+                              Across<8, 16, 8>,         //  128
+                              Across<8, 32, 8>,         //  256
+                              Across<8, 32, 16, 1, 4>,  //  512
+                              Across<8, 64, 16, 1, 2>,  // 1024
+                              Across<8, 32, 16, 4, 4>,  // 2048
+                              Across<8, 32, 16, 8, 4>,  // 4096
+                              StreamedAcross<8, 128, 16>, StreamedAcross<8, 64>>;
   using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<128, 5>, Along<256, 5>, Along<512, 5>,
                         Along<1024, 7>, Along<512, 7, 1, 4>, Along<512, 8, 1, 16>, StreamedAlong<512>>;
   using General = Types<Along<64, 4>, StreamedAlong<512>>;
@@ -90,6 +98,13 @@ struct TwoInputs : OneInput {
                             Across<4, 128, 8, 4>,   //  4096
                             Across<4, 128, 8, 16>,  // 16384
                             StreamedAcross<4, 128, 16>, StreamedAcross<8, 64>>;
+  using PlainAcross16 = Types<Across<16, 16, 8>,        //  128
+                              Across<8, 32, 8, 1, 3>,   //  256
+                              Across<8, 32, 8, 2, 3>,   //  512
+                              Across<8, 32, 8, 4, 3>,   // 1024
+                              Across<8, 32, 8, 8, 3>,   // 2048
+                              Across<8, 32, 8, 16, 3>,  // 4096
+                              StreamedAcross<32, 16, 16>, StreamedAcross<8, 64>>;
   using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<128, 5>, Along<256, 5>, Along<512, 5>,
                         Along<512, 4, 1, 4>, Along<512, 4, 1, 8>, Along<512, 4, 1, 16>, StreamedAlong<512>>;
 };
@@ -98,6 +113,7 @@ struct Short : OneInput {
   using Plain = Types<Along<8, 1>, Along<32, 2>, Along<32, 4>, Along<64, 4>, Along<128, 4>, Along<512, 4>,
                       Along<512, 4, 1, 8>, StreamedAlong<512>>;
   using PlainAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64>>;
+  using PlainAcross16 = PlainAcross;
   using Shifted = Types<Along<32, 2>, Along<128, 5>, Along<512, 5>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
   using GeneralAcross = Types<StreamedAcross<8, 64>>;
 };
@@ -106,10 +122,12 @@ struct Options : Short {
   using Plain = Types<Along<8, 1>, Along<32, 2>, Along<32, 4, 1, 1, 7>, Along<64, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>,
                       Along<512, 4>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
 };
-// Results of another dtype than the input's. Aligned rows are a case of shifted ones.
+// Results of another dtype than the input's. A pack has four elements.
 struct Mixed {
-  using Plain = Types<>;
+  using Plain =
+      Types<Along<32, 4>, Along<128, 4>, Along<256, 4>, Along<512, 4>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
   using PlainAcross = Types<>;
+  using PlainAcross16 = Types<>;
   using Shifted = Types<Along<32, 5>, Along<256, 5>, StreamedAlong<512>>;
   using General = Types<>;
   using GeneralAcross = Types<>;
@@ -118,6 +136,7 @@ struct Mixed {
 struct Elements {
   using Plain = Types<>;
   using PlainAcross = Types<>;
+  using PlainAcross16 = Types<>;
   using Shifted = Types<>;
   using General = Types<>;
   using GeneralAcross = Types<>;
@@ -206,29 +225,34 @@ template <class T, class U, class Op, int kMore>
 cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape) {
   using A = Accumulator<T>;
   using Table = Tables<T, U, Op>;
-  constexpr int kV = kPackOf<T, U>;
   if (shape.size() == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
-  const Layouts<Op::kSlots> packs(shape, kV, Op::kBroadcasts), elements(shape, 1, Op::kBroadcasts);
+  const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
   bool done = false;
-  if (shape.across && packs.plain) {
-    done = LaunchPlacement<typename Table::PlainAcross, kV, Lay::kPlain, A>(stream, op, packs, &status);
-  } else if (shape.across && packs.aligned) {
-    done = LaunchPlacement<typename Table::GeneralAcross, kV, Lay::kGeneral, A>(stream, op, packs, &status);
-  } else if (packs.plain) {
+  if (shape.across) {
+    constexpr int kV = kPackAcross<T, U>;
+    using Plain =
+        std::conditional_t<sizeof(T) + sizeof(U) == 4, typename Table::PlainAcross16, typename Table::PlainAcross>;
+    const Layouts<Op::kSlots> packs(shape, kV, Op::kBroadcasts);
+    if (packs.plain) {
+      done = LaunchPlacement<Plain, kV, Lay::kPlain, A>(stream, op, packs, &status);
+    } else if (packs.aligned) {
+      done = LaunchPlacement<typename Table::GeneralAcross, kV, Lay::kGeneral, A>(stream, op, packs, &status);
+    }
+    if (!done) LaunchPlacement<ElementAcross, 1, Lay::kGeneral, A>(stream, op, elements, &status);
+    return status;
+  }
+  constexpr int kV = kPackOf<T, U>;
+  const Layouts<Op::kSlots> packs(shape, kV, Op::kBroadcasts);
+  if (packs.plain) {
     done = LaunchPlacement<typename Table::Plain, kV, Lay::kPlain, A>(stream, op, packs, &status);
   } else if (packs.aligned) {
     done = LaunchPlacement<typename Table::General, kV, Lay::kGeneral, A>(stream, op, packs, &status);
   }
-  if (!done && !shape.across && shape.columns.count == 1) {
+  if (!done && shape.columns.count == 1) {
     done = LaunchPlacement<typename Table::Shifted, kV, Lay::kShifted, A>(stream, op, packs, &status);
   }
-  if (done) return status;
-  if (shape.across) {
-    LaunchPlacement<ElementAcross, 1, Lay::kGeneral, A>(stream, op, elements, &status);
-  } else {
-    LaunchPlacement<ElementAlong, 1, Lay::kGeneral, A>(stream, op, elements, &status);
-  }
+  if (!done) LaunchPlacement<ElementAlong, 1, Lay::kGeneral, A>(stream, op, elements, &status);
   return status;
 }
 

@@ -15,6 +15,13 @@ __device__ inline float Exp(float x) {
   return result;
 }
 __device__ inline double Exp(double x) { return exp(x); }
+// exp(x) / 2^log2_divisor for results of 16 bits: the argument is rounded to 2^-24 of its size, the logarithm to 2^-22.
+__device__ inline float ExpOver(float x, float log2_divisor) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(x, 1.4426950408889634f, -log2_divisor)));
+  return result;
+}
+__device__ inline float Log2(float x) { return __log2f(x); }
 __device__ inline float Log(float x) { return logf(x); }
 __device__ inline double Log(double x) { return log(x); }
 __device__ inline double Rsqrt(double x) { return rsqrt(x); }
@@ -26,9 +33,8 @@ __device__ inline float Rsqrt(float x) {  // the hardware's estimate and a Newto
 __device__ inline float Reciprocal(float x) { return __frcp_rn(x); }
 __device__ inline double Reciprocal(double x) { return 1 / x; }
 
-// Divides finite numbers by one number: a product with its reciprocal, brought to within an ulp by a Newton step unless
-// the quotient is rounded to 16 bits anyway (kExact false).
-template <class A, bool kExact = true>
+// Divides finite numbers by one number: a product with its reciprocal, brought to within an ulp by a Newton step.
+template <class A>
 struct Divisor {
   A divisor, reciprocal;
 
@@ -36,7 +42,7 @@ struct Divisor {
   explicit __device__ Divisor(A d) : divisor(d), reciprocal(Reciprocal(d)) {}
   friend __device__ A operator/(A value, const Divisor& d) {
     const A quotient = value * d.reciprocal;
-    return kExact ? fma(fma(-quotient, d.divisor, value), d.reciprocal, quotient) : quotient;
+    return fma(fma(-quotient, d.divisor, value), d.reciprocal, quotient);
   }
 };
 

@@ -262,8 +262,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   __device__ PerRow<A> Reduce(const E& expression) {
     Values<A, 1> values[kRows];
     Fold<M>(values, Nothing{}, expression);
-    JoinWarp<P, EachBy<M>>(values);
-    exchange_.template JoinWarps<EachBy<M>>(values);
+    exchange_.template Join<EachBy<M>>(values);
     return Component<0>(values);
   }
   // The same for an expression that is not neutral beyond a row's edges.
@@ -277,8 +276,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   __device__ Two Reduce(const E& first, const F& second, const Visit& visit = {}) {
     Values<A, 2> values[kRows];
     Fold<M>(values, visit, first, second);
-    JoinWarp<P, EachBy<M>>(values);
-    exchange_.template JoinWarps<EachBy<M>>(values);
+    exchange_.template Join<EachBy<M>>(values);
     return {Component<0>(values), Component<1>(values)};
   }
 
@@ -340,7 +338,10 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     if constexpr (kHeld && P::kAcross) {
       // So many rows a thread that a second exchange is cheaper than the
       // exponentials of the joins.
-      const PerRow<A> max = Reduce<Max>(x);
+      Values<A, 1> maxima[kRows];
+      FoldMax(maxima, x);
+      exchange_.template Join<EachBy<Max>>(maxima);
+      const PerRow<A> max = Component<0>(maxima);
       const auto exponentials = Map([](A value, A o) { return Exp(value - o); }, x, Each(finite, max));
       if constexpr (sizeof...(F) == 0) {
         return {max, Reduce<Sum>(exponentials), Same(0)};
@@ -352,7 +353,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     Values<A, 3> values[kRows];
     if constexpr (kHeld) {
       Values<A, 1> max[kRows];
-      Fold<Max>(max, Nothing{}, x);
+      FoldMax(max, x);
       JoinWarp<P, EachBy<Max>>(max);
       PerRow<A> origin;
 #pragma unroll
@@ -365,6 +366,10 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       for (int r = 0; r < kRows; ++r) values[r] = {max[r].v[0], sums[r].v[0], sums[r].v[sizeof...(F)]};
     } else {
       FoldExponentials(values, x, added...);
+      if constexpr (P::kAcross) {
+        exchange_.template Join<Exponentials>(values);
+        return {Component<0>(values), Component<1>(values), Component<2>(values)};
+      }
       JoinWarp<P, Exponentials>(values);
     }
     exchange_.template JoinWarps<Exponentials>(values);
@@ -431,6 +436,33 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     ForEachPack(add, flush);
   }
 
+  // A thread's largest value of each row, of 16-bit elements two at a time.
+  template <class E>
+  __device__ void FoldMax(Values<A, 1> (&out)[kRows], const E& x) const {
+    Fold<Max>(out, Nothing{}, x);
+  }
+  template <class T>
+    requires(sizeof(T) == 2 && kV % 2 == 0)
+  __device__ void FoldMax(Values<A, 1> (&out)[kRows], const Held<T>& x) const {
+    constexpr int kStarts = Packs::kStarts;
+    Pack<T, kV> largest[kStarts];
+#pragma unroll
+    for (int s = 0; s < kStarts; ++s)
+#pragma unroll
+      for (int i = 0; i < kV; ++i) largest[s].Set(i, T(Max::Identity<A>()));
+    ForEachPack([&](int pack, int) { largest[pack / kPerRow] = Larger(largest[pack / kPerRow], x.packs[pack]); });
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      out[r].v[0] = Max::Identity<A>();
+      if constexpr (P::kAcross) {
+        out[r].v[0] = largest[0].template Widen<A>(r);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kV; ++i) out[r].v[0] = Max::Join(out[r].v[0], largest[r].template Widen<A>(i));
+      }
+    }
+  }
+
   // A streamed row's share of max, sum of exponentials and sum, in one walk; in
   // runs as Fold.
   template <class E, class... F>
@@ -446,12 +478,31 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
         run[r] = nothing;
       }
     };
-    const auto add = [&](int pack, int column) {
-      const auto join = [&](const auto& value, const auto&... extra) {
-        if constexpr (P::kAcross) {
+    if constexpr (P::kAcross) {
+      // Joins cost two exponentials each: a row's values of several columns first.
+      const auto sum = [](const auto& e, auto... columns) {
+        return [... values = e(0, columns)](int i) { return (values(i) + ...); };
+      };
+      const auto add = [&](auto... columns) {
+        const auto join = [&](const auto& sums, const auto&... values) {
 #pragma unroll
-          for (int i = 0; i < kV; ++i) run[i] = Exponentials::Join(run[i], {value(i), 1, (A{0} + ... + extra(i))});
+          for (int i = 0; i < kV; ++i) {
+            A max = Max::Identity<A>();
+            ((max = Max::Join(max, values(i))), ...);
+            const A origin = Exponentials::FiniteOrZero(max);
+            run[i] = Exponentials::Join(run[i], {max, (Exp(values(i) - origin) + ...), sums(i)});
+          }
+        };
+        if constexpr (sizeof...(F) == 0) {
+          join([](int) { return A{0}; }, x(0, columns)...);
         } else {
+          join(sum(added..., columns...), x(0, columns)...);
+        }
+      };
+      this->template ForEachFewPacks<(kV > 4 ? 4 : 8)>(add, flush);
+    } else {
+      const auto add = [&](int pack, int column) {
+        const auto join = [&](const auto& value, const auto&... extra) {
           Values<A, 3> part = nothing;
 #pragma unroll
           for (int i = 0; i < kV; ++i) part.v[0] = Max::Join(part.v[0], value(i));
@@ -462,11 +513,11 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
             part.v[2] += (A{0} + ... + extra(i));
           }
           run[0] = Exponentials::Join(run[0], part);
-        }
+        };
+        join(x(pack, column), added(pack, column)...);
       };
-      join(x(pack, column), added(pack, column)...);
-    };
-    ForEachPack(add, flush);
+      ForEachPack(add, flush);
+    }
   }
 
   Exchange<P> exchange_;

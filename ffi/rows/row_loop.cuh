@@ -53,7 +53,8 @@ using ShiftedSumPlacements =
     Types<Looped<Along<8, 3>, 2>, Looped<Along<32, 2>, 2>, Looped<Along<64, 3>, 2>, Looped<Along<256, 3, 1, 1, 2>, 2>,
           Looped<Along<512, 3>, 2>, Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 4, 1, 8>, 2, true>,
           Looped<Along<512, 4, 1, 16>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
-using ShortSumPlacements = Types<Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 2, 1, 16>, 2>>;
+using ShortSumPlacements = Types<Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 4>, 2, true>,
+                                 Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
 using ElementSumPlacements = Types<Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 template <class P, int kStages, bool kShared>
 inline constexpr bool kPortable<Looped<P, kStages, kShared>> =
@@ -337,6 +338,7 @@ bool LaunchRowStream(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
     if (Op::kParameters > 0 && !layouts.rows_alike) return false;
     const int64_t columns = shape.columns.total;
     if (shape.across) {
+      static_assert(kV == kPackAcross<T, U> || std::is_same_v<typename Tables::Across, Types<>>);
       return layouts.plain && columns > Tables::kFewAcross &&
              LaunchStreamPlacement<typename Tables::Across, kV, Lay::kPlain, A>(stream, op, layouts, status);
     }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <utility>
 
 #include "rows/exchange.cuh"
 #include "rows/geometry.cuh"
@@ -153,6 +154,26 @@ class RowPacks {
   template <class Fn>
   __device__ void ForEachPack(Fn fn) const {
     ForEachPack(fn, [] {});
+  }
+
+  // Calls fn(columns...) for kFew packs of a streamed row at a time, fn(column) for those left over, and after() behind
+  // each run.
+  template <int kFew, class Fn, class After>
+  __device__ void ForEachFewPacks(Fn fn, After after) const {
+    static_assert(!kHeld && kRun % kFew == 0);
+    const int end = min(columns(), limit_);
+    int column = FirstColumn(0);
+    while (column + (kFew - 1) * kColumnStep < end) {
+      for (int k = 0; k < kRun && column + (kFew - 1) * kColumnStep < end; k += kFew) {
+        [&]<int... few>(std::integer_sequence<int, few...>) {
+          fn(column + few * kColumnStep...);
+        }(std::make_integer_sequence<int, kFew>());
+        column += kFew * kColumnStep;
+      }
+      after();
+    }
+    for (; column < end; column += kColumnStep) fn(column);
+    after();
   }
 
   // The packs that hold columns of the row, whatever kPadded.

@@ -14,13 +14,20 @@ struct SoftmaxForward : LogitsOp<kGiven, 1> {
   explicit SoftmaxForward(const LogitsCall& call) : options(call), x(Data<T>(*call.x)), y(Data<U>(*call.y)) {}
 
   __device__ void operator()(auto& row) const {
-    using Quotient = rows::Divisor<A, (sizeof(U) > 2)>;
     options.Narrow(row);
     const auto [z, visible] = options.Load(row, x);
     const auto sums = row.ReduceExponentials(z);
-    const auto total = row.Each([](A sum) { return Quotient(sum); }, sums.exponentials);
-    const auto quotient = [](A value, A max, Quotient sum) { return rows::Exp(value - max) / sum; };
-    const auto y_of_visible = rows::Map(quotient, z, sums.max, total);
+    const auto y_of_visible = [&] {
+      if constexpr (sizeof(U) > 2) {
+        using Quotient = rows::Divisor<A>;
+        const auto total = row.Each([](A sum) { return Quotient(sum); }, sums.exponentials);
+        const auto quotient = [](A value, A max, Quotient sum) { return rows::Exp(value - max) / sum; };
+        return rows::Map(quotient, z, sums.max, total);
+      } else {
+        const auto log2_sum = row.Each([](A sum) { return rows::Log2(sum); }, sums.exponentials);
+        return rows::Map([](A value, A max, A sum) { return rows::ExpOver(value - max, sum); }, z, sums.max, log2_sum);
+      }
+    }();
     if (options.Ordinary(row, sums.exponentials)) {
       row.Store(y, y_of_visible);
     } else {
