@@ -1,13 +1,18 @@
 """Every op under every transformation of JAX, against what a user would write without jaxops.
 
 `make matrix`, or `python tests/transformations.py`, runs all cells on the devices there are and prints the table;
-pytest runs them as tests. With words as arguments: only the transformations whose names contain one of them.
+pytest runs them as tests. With words as arguments: only the transformations whose names contain one of them; with
+--jobs N in N processes.
 """
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import multiprocessing
 import os
 import sys
 import time
@@ -15,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-if __name__ == "__main__":
+if __name__ in ("__main__", "__mp_main__"):
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -462,26 +467,44 @@ def check(op: str, name: str) -> None:
         np.testing.assert_allclose(ours, reference, rtol=tolerance, atol=tolerance * size)
 
 
-def main(words: list[str]) -> int:
-    """Prints the matrix, or its rows whose names contain one of the words; returns the number of cells that fail."""
-    devices = jax.devices()
-    print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}\n")
+def run_row(name: str) -> tuple[str, float, list[tuple[str, str, str]]]:
+    """Checks a transformation of all ops: a mark for each, the seconds it took, and what failed."""
+    marks, failures, start = [], [], time.perf_counter()
+    for op in OPS:
+        try:
+            check(op, name)
+            marks.append("+")
+        except Exception:
+            marks.append("-")
+            failures.append((op, name, traceback.format_exc()))
+    return " ".join(marks), time.perf_counter() - start, failures
+
+
+def main() -> int:
+    """Prints the matrix, or some of its rows; returns the number of cells that fail."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only transformations whose names contain one of these")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the rows (default: %(default)s)")
+    options = parser.parse_args()
     width = max(map(len, TRANSFORMATIONS))
     names = list(OPS)
-    for i, op in enumerate(names):
-        print(" " * width, "| " * i + op)
+    rows = [name for name in TRANSFORMATIONS if not options.words or any(word in name for word in options.words)]
     failures = []
-    rows = [name for name in TRANSFORMATIONS if not words or any(word in name for word in words)]
-    for name in rows:
-        marks, start = [], time.perf_counter()
-        for op in names:
-            try:
-                check(op, name)
-                marks.append("+")
-            except Exception:
-                marks.append("-")
-                failures.append((op, name, traceback.format_exc()))
-        print(f"{name:{width}}", " ".join(marks), f" {time.perf_counter() - start:5.1f} s", flush=True)
+    with contextlib.ExitStack() as stack:
+        if options.jobs > 1:
+            os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the devices' memory
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(concurrent.futures.ProcessPoolExecutor(options.jobs, context))
+            results = pool.map(run_row, rows)
+        else:
+            results = map(run_row, rows)
+        devices = jax.devices()
+        print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}\n")
+        for i, op in enumerate(names):
+            print(" " * width, "| " * i + op)
+        for name, (marks, seconds, failed) in zip(rows, results, strict=True):
+            print(f"{name:{width}}", marks, f" {seconds:5.1f} s", flush=True)
+            failures += failed
     count = len(names) * len(rows)
     print(f"\n{count - len(failures)} of {count} cells hold.")
     for op, name, text in failures:
@@ -490,4 +513,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(min(main(sys.argv[1:]), 1))
+    sys.exit(min(main(), 1))

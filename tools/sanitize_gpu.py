@@ -1,8 +1,9 @@
 """The GPU handlers under compute-sanitizer: `make sanitize-gpu`. On call frames of every row length, by which every
 placement of the row kernels is visited, and of every tile; without red zones, as the tools watch the memory themselves.
 
-Tools and ops are processes of their own, several at a time. Prints a line for each as it ends, the output of those that
-fail, and a summary; exits non-zero if one fails. `--only "racecheck matmul"` runs those whose name contains the text.
+Tools, ops and dtypes are processes of their own, several at a time, spread over the GPUs of the machine. Prints a line
+for each as it ends, the output of those that fail, and a summary; exits non-zero if one fails. `--only "racecheck matmul"`
+runs those whose name contains the text.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
 the same tests show on poisoned memory.
 """
@@ -18,27 +19,37 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
-OPS = {
-    "softmax": "memory and cuda and softmax and not log_softmax",
-    "log_softmax": "memory and cuda and log_softmax",
-    "layer_norm": "memory and cuda and layer_norm",
-    "rms_norm": "memory and cuda and rms_norm",
-    "matmul": "memory and cuda and matmul",
+ROW_OPS = ("softmax", "log_softmax", "layer_norm", "rms_norm")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+#: What is run, and the tests of it.
+PARTS = {"matmul": "memory and cuda and matmul"} | {
+    f"{op} {dtype}": f"memory and {op}-{dtype}-cuda" + (" and not log_softmax" if op == "softmax" else "")
+    for op in ROW_OPS
+    for dtype in DTYPES
 }
 RUNS = [
-    (tool, op)
+    (tool, part)
     for tool in ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
-    for op in OPS
-    if (tool, op) != ("initcheck", "matmul")
+    for part in PARTS
+    if (tool, part) != ("initcheck", "matmul")
 ]
 
 
-def run(tool: str, op: str, more: list[str]) -> tuple[bool, str, str]:
+def gpus() -> list[str]:
+    """The numbers of this machine's GPUs, or those that CUDA_VISIBLE_DEVICES names."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return [str(i) for i in range(len(listed.splitlines()))]
+
+
+def run(tool: str, part: str, gpu: str, more: list[str]) -> tuple[bool, str, str]:
     """Whether the tool found nothing, a line about it, and its output."""
     start = time.perf_counter()
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5", "--error-exitcode", "1", sys.executable]
-    command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "tests/test_frames.py", "-k", OPS[op], *more]
-    environment = os.environ | {"JAXOPS_BARE_MEMORY": "1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "tests/test_frames.py", "-k", PARTS[part], *more]
+    environment = os.environ | {"JAXOPS_BARE_MEMORY": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu}
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -47,7 +58,7 @@ def run(tool: str, op: str, more: list[str]) -> tuple[bool, str, str]:
     clean = done.returncode == 0 and bool(tests) and bool(found)
     said = f"{found[-1] if found else 'no summary'}; {tests[-1] if tests else 'no tests'}"
     seconds = time.perf_counter() - start
-    return clean, f"{'ok    ' if clean else 'FAILED'} {tool:9} {op:11} {said} ({seconds:.0f} s)", done.stdout
+    return clean, f"{'ok    ' if clean else 'FAILED'} {tool:9} {part:20} {said} ({seconds:.0f} s)", done.stdout
 
 
 def main(arguments: list[str]) -> int:
@@ -58,14 +69,17 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: %(default)s)")
     options, more = parser.parse_known_args(arguments)
-    chosen = [(tool, op) for tool, op in RUNS if options.only in f"{tool} {op}"]
+    chosen = [(tool, part) for tool, part in RUNS if options.only in f"{tool} {part}"]
     if not chosen:
         parser.error(f"no run's name contains {options.only!r}: there are {', '.join(map(' '.join, RUNS))}")
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
-    failed = 0
+    failed, devices = 0, gpus()
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for job in concurrent.futures.as_completed([pool.submit(run, tool, op, more) for tool, op in chosen]):
+        jobs = [
+            pool.submit(run, tool, part, devices[i % len(devices)], more) for i, (tool, part) in enumerate(chosen)
+        ]
+        for job in concurrent.futures.as_completed(jobs):
             clean, line, output = job.result()
             print(line, flush=True)
             if not clean:
