@@ -11,11 +11,11 @@
 namespace jaxops::rows {
 
 // A placement whose rows are fetched kStages - 1 ahead. kShared: parameters are kept in shared memory, not in
-// registers.
-template <class P, int kStages_, bool kShared_ = false>
+// registers. kKept: the row's packs are.
+template <class P, int kStages_, bool kShared_ = false, bool kKept_ = !kShared_ && P::kRows == 1 && P::kPacks <= 4>
 struct Looped : P {
   static constexpr int kStages = kStages_;
-  static constexpr bool kShared = kShared_;
+  static constexpr bool kShared = kShared_, kKept = kKept_;
 };
 
 // Places in shared memory, by their addresses in it.
@@ -46,8 +46,7 @@ class FetchedRow : public Base {
     return kFetches ? inputs * kInputStride + kParameters * kParameterStride : 0;
   }
   static_assert(!P::kShared || kFetches);
-  static constexpr bool kKeeps =
-      !P::kShared && P::kRows == 1 && P::kPacks <= 4 && (!Base::kShifted || P::kMinBlocks == 1);
+  static constexpr bool kKeeps = P::kKept && (P::kShared || !Base::kShifted || P::kMinBlocks == 1);
 
   // inputs: how many are fetched.
   __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs)

@@ -265,11 +265,6 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     exchange_.template Join<EachBy<M>>(values);
     return Component<0>(values);
   }
-  // The same for an expression that is not neutral beyond a row's edges.
-  template <class M, class E>
-  __device__ PerRow<A> ReduceInside(const E& expression) {
-    return Reduce<M>(OnlyInside<M>(expression));
-  }
   // Both joins for one walk along the rows, which also calls visit(pack,
   // column), and one exchange between the threads.
   template <class M, class E, class F, class Visit = Nothing>
@@ -313,7 +308,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       return deviation * deviation;
     };
     Values<A, 1> squares[kRows];
-    Fold<Sum>(squares, Nothing{}, OnlyInside<Sum>(Map(square, values, weights, mean)));
+    Fold<Sum, true>(squares, Nothing{}, Map(square, values, weights, mean));
     JoinWarp<P, EachBy<Sum>>(squares);
     if constexpr (kOneWarp) {
       return {share, mean, Component<0>(squares)};
@@ -397,8 +392,9 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
 
   // A thread's joins of each expression, in kParts interleaved parts; a
   // streamed row's also in runs of kRun packs, so that rounding errors grow
-  // with the square root of a row's length instead of with the length.
-  template <class M, class Visit, class... Es>
+  // with the square root of a row's length instead of with the length. kOnlyInside: for expressions that are not
+  // neutral beyond a row's edges.
+  template <class M, bool kOnlyInside = false, class Visit, class... Es>
   __device__ void Fold(Values<A, sizeof...(Es)> (&out)[kRows], const Visit& visit, const Es&... es) const {
     constexpr int kCount = sizeof...(Es), kParts = P::kAcross || kV == 1 ? 1 : 2;
     Values<A, kCount> run[kParts][kRows];
@@ -431,7 +427,11 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
         }
       };
       visit(pack, column);
-      join(es(pack, column)...);
+      if (!kOnlyInside || this->Whole(column)) {
+        join(es(pack, column)...);
+      } else {
+        join(OnlyInside<M>(es)(pack, column)...);
+      }
     };
     ForEachPack(add, flush);
   }

@@ -50,18 +50,19 @@ template <class T>
 using SumPlacements = std::conditional_t<sizeof(T) == 2, SumPlacements16, SumPlacements32>;
 // All rows of a thread must begin at the same place in a pack: one row at a time.
 using ShiftedSumPlacements =
-    Types<Looped<Along<8, 3>, 2>, Looped<Along<32, 2>, 2>, Looped<Along<64, 3>, 2>, Looped<Along<256, 3, 1, 1, 2>, 2>,
-          Looped<Along<512, 3>, 2>, Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 4, 1, 8>, 2, true>,
+    Types<Looped<Along<8, 3>, 2>, Looped<Along<32, 2>, 2>, Looped<Along<32, 5>, 2, false, true>,
+          Looped<Along<128, 5>, 2, false, true>, Looped<Along<256, 5>, 2, false, true>,
+          Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 4, 1, 8>, 2, true>,
           Looped<Along<512, 4, 1, 16>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
 using ShortSumPlacements = Types<Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 4>, 2, true>,
                                  Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
 using ElementSumPlacements = Types<Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
-template <class P, int kStages, bool kShared>
-inline constexpr bool kPortable<Looped<P, kStages, kShared>> =
-    kIsOneOf<Looped<P, kStages, kShared>, Looped<Along<16, 1, 2>, 2>, Looped<Along<16, 2, 2>, 2>,
-             Looped<Along<32, 2>, 2>, Looped<Along<64, 4>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<64, 3>, 2>,
-             Looped<Along<512, 2>, 2>, Looped<Along<512, 3>, 2>, Looped<Along<512, 4>, 2, true>,
-             Looped<Along<512, 2, 1, 16>, 2>, Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
+template <class P, int kStages, bool kShared, bool kKept>
+inline constexpr bool kPortable<Looped<P, kStages, kShared, kKept>> =
+    kIsOneOf<Looped<P, kStages, kShared, kKept>, Looped<Along<16, 1, 2>, 2>, Looped<Along<16, 2, 2>, 2>,
+             Looped<Along<32, 2>, 2>, Looped<Along<64, 4>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>,
+             Looped<Along<128, 5>, 2, false, true>, Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>,
+             Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 
 // op(row, op.Parameters(row), op.Scalars(row), sums...) for the rows begin, begin + step, ... below end, which
 // move(row, first) turns to. op.ForEachInput names what is fetched ahead.

@@ -182,6 +182,9 @@ class RowPacks {
     ForEachPackBetween(-kV, columns(), fn);
   }
 
+  // Whether all positions of a pack belong to the row.
+  __device__ bool Whole(int column) const { return !kShifted || (column >= 0 && column + kV <= columns()); }
+
   // Whether position i of a pack belongs to the row.
   __device__ bool Inside(int column, int i) const {
     return !kShifted || static_cast<unsigned>(column + i) < static_cast<unsigned>(columns());
@@ -204,7 +207,7 @@ class RowPacks {
   template <class T>
   __device__ void Clip(Pack<T, kV>& values, int column, T outside) const {
     if constexpr (kShifted) {
-      if (column >= 0 && column + kV <= columns()) return;
+      if (Whole(column)) return;
 #pragma unroll
       for (int i = 0; i < kV; ++i)
         if (!Inside(column, i)) values.Set(i, outside);
@@ -249,7 +252,7 @@ class RowPacks {
   __device__ void Write(T* tensor, int pack, int column, const Pack<T, kV>& values) const {
     if (!live(pack) || (kPadded && column >= columns())) return;
     T* const target = tensor + Offset(0, pack, column);
-    if (!kShifted || (column >= 0 && column + kV <= columns())) {
+    if (Whole(column)) {
       *reinterpret_cast<Pack<T, kV>*>(target) = values;
     } else {
 #pragma unroll
@@ -283,18 +286,16 @@ class RowPacks {
   // How many of the row's columns the thread's warp has: the same for all rows
   // of the thread but where they begin at different places in a pack.
   __device__ int ColumnsOfWarp() const {
+    constexpr int kSpan = P::kWarpLanes * kWide;  // of the warp's packs, which lie side by side
     int inside = 0;
-    ForEachPack([&](int pack, int column) {
-      if (pack >= kPerRow && kHeld) return;
-      if constexpr (kShifted) {
-        inside += max(0, min(column + kV, columns()) - max(column, 0));
-      } else {
-        inside += kWide;
-      }
-    });
+    const auto add = [&](int column) { inside += max(0, min(column + kSpan, columns()) - max(column, 0)); };
+    const int first = FirstColumn(0) - lane_ % P::kWarpLanes * kWide;
+    if constexpr (kHeld) {
 #pragma unroll
-    for (int distance = P::kWarpLanes / 2; distance > 0; distance /= 2)
-      inside += __shfl_xor_sync(0xffffffffu, inside, distance * P::kStep);
+      for (int k = 0; k < P::kPacks; ++k) add(first + k * kColumnStep);
+    } else {
+      for (int column = first; column < columns(); column += kColumnStep) add(column);
+    }
     return inside;
   }
 

@@ -199,6 +199,8 @@ template <bool kCentred, class T>
 struct NormStreams {
   template <class P, int kStages, bool kShared>
   using Looped = rows::Looped<P, kStages, kShared>;
+  template <class P>  // parameters in shared memory, x in registers
+  using Kept = rows::Looped<P, 2, true, true>;
   static constexpr int64_t kFewPairs = kCentred ? 6144 : 8192, kFewAcross = 0;
   using Plain = Types<Looped<rows::Along<256, 4, 1, 1, 2>, 2, false>,   //   8192
                       Looped<rows::Along<512, 4>, 2, false>,            //  16384
@@ -209,10 +211,14 @@ struct NormStreams {
                       // f32 alone has the registers
                       std::conditional_t<sizeof(T) == 4, Looped<rows::Along<512, 8, 1, 16>, 2, false>,
                                          Looped<rows::Along<512, 4, 1, 16>, 3, false>>>;
-  using Shifted = Types<Looped<rows::Along<8, 3>, 2, false>, Looped<rows::Along<32, 2>, 2, false>,
-                        Looped<rows::Along<64, 3>, 2, true>, Looped<rows::Along<256, 3, 1, 1, 3>, 2, true>,
-                        Looped<rows::Along<512, 3>, 2, true>, Looped<rows::Along<256, 4, 1, 8, 2>, 2, true>,
-                        Looped<rows::Along<512, 4, 1, 8>, 2, true>>;
+  // Few threads with many packs: what a thread does for a row, however many packs it has of it, is a third of the work.
+  using Shifted = Types<Kept<rows::Along<4, 5>>,             //   145
+                        Kept<rows::Along<16, 5>>,            //   625
+                        Kept<rows::Along<32, 5>>,            //  1265
+                        Kept<rows::Along<64, 5>>,            //  2545
+                        Kept<rows::Along<128, 5, 1, 1, 4>>,  //  5105
+                        Kept<rows::Along<256, 5, 1, 1, 2>>,  // 10225
+                        Looped<rows::Along<256, 4, 1, 8, 2>, 2, true>, Looped<rows::Along<512, 4, 1, 8>, 2, true>>;
   using Across = Types<>;
 };
 
