@@ -60,6 +60,7 @@ class Form:
 
     operands: from a generator and a dtype. differentiable: how many of them, from the first, have gradients. tensors:
     what is read and written forward and backward, in sizes of the first operand; broadcast operands not counted.
+    narrow: it is for operands of 16 bits alone.
     """
 
     op: str
@@ -69,6 +70,7 @@ class Form:
     operands: Callable[[Any, np.dtype], tuple]
     differentiable: int
     tensors: tuple[float, float]
+    narrow: bool = False
 
 
 #: Attention logits: batch, heads, queries, keys.
@@ -101,14 +103,9 @@ def _masked_by_hand(scores):
     return jax.nn.softmax(jnp.where(visible, scores * SCALE, jnp.finfo(scores.dtype).min))
 
 
-def _residual_operands(op):
-    def operands(rng, dtype):
-        size = SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"] // np.dtype(dtype).itemsize
-        shape = (size // 4096, 4096)
-        x, *parameters = COMPARISONS[op].operands(rng, shape, dtype)
-        return (x, rng.standard_normal(shape).astype(dtype), *parameters)
-
-    return operands
+def _rows_of_4096(op, rng, dtype):
+    size = SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"] // np.dtype(dtype).itemsize
+    return COMPARISONS[op].operands(rng, (size // 4096, 4096), dtype)
 
 
 def _residual_form(op):
@@ -118,8 +115,23 @@ def _residual_form(op):
     def reference(x, residual, *parameters):
         return COMPARISONS[op].reference(x + residual, *parameters), x + residual
 
-    operands = _residual_operands(op)
+    def operands(rng, dtype):
+        x, *parameters = _rows_of_4096(op, rng, dtype)
+        return (x, rng.standard_normal(x.shape).astype(dtype), *parameters)
+
     return Form(op, "residual", ours, reference, operands, 4 if op == "layer_norm" else 3, (4, 4))
+
+
+def _widening_form(op):
+    """16 bits in, f32 out."""
+    ours = getattr(jaxops, op)
+    if op in ANY_AXIS:
+        ours = functools.partial(ours, dtype=jnp.float32)
+    reference = COMPARISONS[op].reference
+    operands = functools.partial(_rows_of_4096, op)
+    count = {"layer_norm": 3, "rms_norm": 2}.get(op, 1)
+    widened = lambda x, *parameters: reference(x.astype(jnp.float32), *parameters)  # noqa: E731
+    return Form(op, "to float32", ours, widened, operands, count, (3, 4), narrow=True)
 
 
 FORMS = (
@@ -152,6 +164,7 @@ FORMS = (
     ),
     _residual_form("layer_norm"),
     _residual_form("rms_norm"),
+    *map(_widening_form, OPS),
 )
 
 
@@ -207,7 +220,7 @@ def tasks(op: str, settings: harness.Settings) -> list[harness.Task]:
                     )
                 )
         for form in FORMS:
-            if form.op != op or settings.quick:
+            if form.op != op or settings.quick or (form.narrow and jnp.dtype(dtype).itemsize > 2):
                 continue
             draw = harness.drawing(functools.partial(form.operands, dtype=np.dtype(dtype)))
             first = jax.eval_shape(draw, 0)[0]

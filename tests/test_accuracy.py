@@ -11,6 +11,8 @@ from accuracy import FIGURES, bound
 #: rows of 2^20, where probabilities are denormal.
 ROUNDING = {"ulp": 3.0, "units": 1.25, "norm": 4.0, "gradient_units": 1.25}
 TIMES = 2.0
+#: So many times as much in float64, which nothing wider sums: whose order of summation suits the numbers is chance too.
+ROUNDING_OF_FLOAT64 = 8
 
 QUICK = [(op, dtype) for op in fuzz.OPS for dtype in ("float32", "bfloat16")]
 REST = [(op, dtype) for op in fuzz.OPS for dtype in ("float16", "float64")]
@@ -38,7 +40,8 @@ def test_never_worse_than_the_reference(op, dtype, on_gpu):
         limits = bound(op, dtype, options, on_gpu)._asdict()
         assert_within(f"{op} of {dtype}, {options}", ours, limits)
         if on_gpu or op not in ("matmul", "dot_general"):  # on the CPU both are XLA's dots
-            worse = {name: max(TIMES * getattr(theirs, name), ROUNDING[name]) for name in FIGURES}
+            few = {name: ROUNDING[name] * (ROUNDING_OF_FLOAT64 if dtype == "float64" else 1) for name in FIGURES}
+            worse = {name: max(TIMES * getattr(theirs, name), few[name]) for name in FIGURES}
             assert_within(f"{op} of {dtype}, {options} against the reference", ours, worse)
 
 

@@ -1,4 +1,4 @@
-"""The same call on the same device gives the same bits."""
+"""The same call on the same device gives the same bits; XLA's own operations too, if it is told to choose them so."""
 
 import functools
 import os
@@ -7,6 +7,9 @@ import sys
 
 import determinism
 import pytest
+
+#: Else XLA times variants of its matrix products and sums in each process, and which is fastest differs.
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 @functools.cache
@@ -17,7 +20,7 @@ def printed(busy: bool = False, flags: str = "", number: int = 0) -> str:
         [sys.executable, determinism.__file__, *(["--busy"] if busy else [])],
         capture_output=True,
         text=True,
-        env=os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"},
+        env=os.environ | {"XLA_FLAGS": f"{DETERMINISTIC} {flags}", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".1"},
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("\n") == len(determinism.CALLS)

@@ -483,7 +483,7 @@ def run_row(name: str) -> tuple[str, float, list[tuple[str, str, str]]]:
 def main() -> int:
     """Prints the matrix, or some of its rows; returns the number of cells that fail."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", metavar="WORD", help="only transformations whose names contain one of these")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only transformations whose names contain one")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the rows (default: %(default)s)")
     options = parser.parse_args()
     width = max(map(len, TRANSFORMATIONS))

@@ -2,8 +2,8 @@
 placement of the row kernels is visited, and of every tile; without red zones, as the tools watch the memory themselves.
 
 Tools, ops and dtypes are processes of their own, several at a time, spread over the GPUs of the machine. Prints a line
-for each as it ends, the output of those that fail, and a summary; exits non-zero if one fails. `--only "racecheck matmul"`
-runs those whose name contains the text.
+for each as it ends, the output of those that fail, and a summary; exits non-zero if one fails. `--only "racecheck
+matmul"` runs those whose name contains the text.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
 the same tests show on poisoned memory.
 """
@@ -47,7 +47,8 @@ def run(tool: str, part: str, gpu: str, more: list[str]) -> tuple[bool, str, str
     """Whether the tool found nothing, a line about it, and its output."""
     start = time.perf_counter()
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5", "--error-exitcode", "1", sys.executable]
-    command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "tests/test_frames.py", "-k", PARTS[part], *more]
+    command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "tests/test_frames.py"]
+    command += ["-k", PARTS[part], *more]
     environment = os.environ | {"JAXOPS_BARE_MEMORY": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -76,9 +77,7 @@ def main(arguments: list[str]) -> int:
         parser.error("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
     failed, devices = 0, gpus()
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [
-            pool.submit(run, tool, part, devices[i % len(devices)], more) for i, (tool, part) in enumerate(chosen)
-        ]
+        jobs = [pool.submit(run, tool, part, devices[i % len(devices)], more) for i, (tool, part) in enumerate(chosen)]
         for job in concurrent.futures.as_completed(jobs):
             clean, line, output = job.result()
             print(line, flush=True)
