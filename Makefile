@@ -90,9 +90,7 @@ docs: $(VENV)/ready
 # for 3.11 and one for all later.
 WHEEL_PYTHONS ?= $(PYTHON)
 wheel:
-	for python in $(WHEEL_PYTHONS); do \
-	  CUDA='$(CUDA)' CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)' tools/wheel.sh $$python || exit 1; \
-	done
+	CUDA='$(CUDA)' CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)' tools/wheel.sh $(WHEEL_PYTHONS)
 
 # Whether two builds in different places give the same wheels, to the bit; CUDA=OFF for the CPU half alone.
 reproducible:

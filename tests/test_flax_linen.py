@@ -258,6 +258,7 @@ def test_long_causal_attention(queries, keys, features, rng):
     )
     mask = jnp.tril(jnp.ones((1, 1, queries, keys), bool))
 
+    @functools.partial(jax.jit, static_argnums=0)
     def results(attend, *qkv):
         out, pullback = jax.vjp(attend, *qkv)
         return out, *pullback(jnp.cos(out)), jax.jvp(attend, qkv, tuple(jnp.sin(x) for x in qkv))[1]
