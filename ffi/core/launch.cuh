@@ -2,6 +2,8 @@
 #ifndef JAXOPS_CORE_LAUNCH_CUH_
 #define JAXOPS_CORE_LAUNCH_CUH_
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <limits>
 
@@ -84,13 +86,23 @@ inline int MostDynamicShared() {
   return known ? most - (16 << 10) : 0;
 }
 
-// Ten times the major compute capability of the current device plus the minor one; 0 if it is not known.
-inline int ComputeCapability() {
-  int device = 0, major = 0, minor = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
-  return known ? 10 * major + minor : 0;
+template <int = 0>
+__global__ void CompiledKernel() {}
+
+// The compute capability that the kernels were compiled for which the current device runs, as __CUDA_ARCH__ / 10: less
+// than the device's where it runs code for an older one. 0 if it is not known.
+inline int CompiledCapability() {
+  static std::array<std::atomic<int>, 64> of_device = {};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  const auto ask = [] {
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, CompiledKernel<>) == cudaSuccess ? attributes.ptxVersion : 0;
+  };
+  if (device >= static_cast<int>(of_device.size())) return ask();
+  int capability = of_device[device].load(std::memory_order_relaxed);
+  if (capability == 0) of_device[device].store(capability = ask(), std::memory_order_relaxed);
+  return capability;
 }
 inline constexpr int kHopper = 90;  // the first with clusters, and the only one with wgmma
 

@@ -261,8 +261,9 @@ class Exchange {
       }
     };
     __shared__ V shared[2][P::kWarps][P::kTeams][kRows];
+    if (lane_ % kAlike == 0)
 #pragma unroll
-    for (int j = 0; j < kOwn; ++j) shared[turn_][warp_][team_][first + j] = rows[j];
+      for (int j = 0; j < kOwn; ++j) shared[turn_][warp_][team_][first + j] = rows[j];
     __syncthreads();
     join(shared[turn_]);
     if constexpr (P::kCluster > 1) {

@@ -46,7 +46,6 @@ class FetchedRow : public Base {
     return kFetches ? inputs * kInputStride + kParameters * kParameterStride : 0;
   }
   static_assert(!P::kShared || kFetches);
-  static constexpr bool kKeeps = P::kKept && (P::kShared || !Base::kShifted || P::kMinBlocks == 1);
 
   // inputs: how many are fetched.
   __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs)
@@ -107,7 +106,7 @@ class FetchedRow : public Base {
         this->Clip(values, column, outside);
         return values;
       };
-      if constexpr (kKeeps) {
+      if constexpr (P::kKept) {
         typename Base::template Held<T> held;
         if constexpr (!Base::kPadded) held = {};
         this->ForEachPack([&](int pack, int column) { held.packs[pack] = fetched(pack, column); });
@@ -128,7 +127,7 @@ class FetchedRow : public Base {
   // Elements of 16 bits cost two instructions to unpack; f32 is as good as kept.
   template <class E>
   __device__ auto KeepFew(const E& expression) const {
-    if constexpr (kKeeps && kV == 8 && Base::kHeldPacks <= 2) {
+    if constexpr (P::kKept && kV == 8 && Base::kHeldPacks <= 2) {
       return this->Keep(expression);
     } else {
       return expression;

@@ -14,8 +14,9 @@ using StreamedAlong = Along<kLanes, 0, 1, kCluster>;
 template <int kWidth, int kLanes, int kCluster = 1>
 using StreamedAcross = Across<kWidth, kLanes, 0, kCluster>;
 
-// The tables. Of each the first placement that holds the row is taken. A pack is 16 bytes of the widest dtype involved;
-// a comment gives the columns of 16-bit elements that fit. TUNING.md has the measurements.
+// The tables. Of each the first placement that holds the row is taken. A pack is 16 bytes of the widest dtype involved,
+// of rows across at most four elements; a comment gives the columns of 16-bit elements that fit. TUNING.md has the
+// measurements.
 struct OneInput {
   using Plain = Types<Along<8, 1, 4>,        //     64
                       Along<16, 1, 4>,       //    128
@@ -33,7 +34,7 @@ struct OneInput {
                       Along<256, 8, 1, 16>,  // 262144
                       Along<512, 8, 1, 16>,  // 524288
                       StreamedAlong<512, 16>, StreamedAlong<512>>;
-  using PlainAcross = Types<Across<8, 16, 4>,         //    64 columns of any dtype
+  using PlainAcross = Types<Across<8, 16, 4>,         //    64 columns, of f32
                             Across<8, 16, 8>,         //   128
                             Across<8, 32, 8>,         //   256
                             Across<8, 32, 16, 1, 2>,  //   512
@@ -92,7 +93,7 @@ struct TwoInputs : OneInput {
                       Along<512, 4, 1, 8>,   // 131072
                       Along<512, 4, 1, 16>,  // 262144
                       StreamedAlong<512, 16>, StreamedAlong<512>>;
-  using PlainAcross = Types<Across<8, 16, 8>,       //   128 columns of any dtype
+  using PlainAcross = Types<Across<8, 16, 8>,       //   128 columns, of f32
                             Across<4, 64, 8>,       //   512
                             Across<4, 128, 8>,      //  1024
                             Across<4, 128, 8, 4>,   //  4096
@@ -156,8 +157,8 @@ using Tables = std::conditional_t<
                 std::conditional_t<Op::kInputs == 2, TwoInputs,
                                    std::conditional_t<Op::kBroadcasts != 0, OneInputWithParameters, OneInput>>>>>>;
 
-// The tables were measured on Hopper. Other GPUs get these placements of them: some for each table, which end in one
-// that takes rows of any length. Each costs build time and size for every architecture.
+// The tables were measured on Hopper. Other GPUs get these placements of them: some of each table, among them those of
+// any length. Each costs build time and size for every architecture.
 template <class P>
 inline constexpr bool kPortable =
     kIsOneOf<P, Along<16, 2, 2>, Along<32, 4>, Along<128, 4>, Along<128, 8>, Along<256, 4>, Along<256, 8>,
@@ -165,10 +166,12 @@ inline constexpr bool kPortable =
              Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, StreamedAlong<512>, Across<8, 32, 8>,
              Across<8, 32, 8, 1, 3>, Across<4, 64, 8>, StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
 
-// Whether a GPU of a compute capability runs kernels of a placement.
+// Whether code for a compute capability has kernels of a placement. Clusters of more than 8 blocks are Hopper's and
+// those of the data centres' GPUs that followed it.
 template <class P>
 __host__ __device__ constexpr bool RunsOn(int capability) {
-  return capability == kHopper || (kPortable<P> && (P::kCluster == 1 || capability > kHopper));
+  const int cluster = capability < kHopper ? 1 : capability / 10 <= 10 ? 16 : 8;
+  return P::kCluster <= cluster && (kPortable<P> || capability == kHopper);
 }
 // Kernels are empty where they do not run.
 #ifdef __CUDA_ARCH__
@@ -207,7 +210,7 @@ bool LaunchPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots
   using G = GeometryOf<Op::kSlots, kLay>;
   if (!layouts.template Fit<G>()) return false;
   const int64_t rows = layouts.rows.total, columns = layouts.columns.total;
-  const int capability = ComputeCapability();
+  const int capability = CompiledCapability();
   return First(
       Placements{}, false, [&]<class P> { return Fits<P, kV, kLay>(rows, columns, layouts.rows_alike, capability); },
       [&]<class P> {

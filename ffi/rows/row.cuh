@@ -359,15 +359,11 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       JoinWarp<P, EachBy<Sum>>(sums);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) values[r] = {max[r].v[0], sums[r].v[0], sums[r].v[sizeof...(F)]};
+      exchange_.template JoinWarps<Exponentials>(values);
     } else {
       FoldExponentials(values, x, added...);
-      if constexpr (P::kAcross) {
-        exchange_.template Join<Exponentials>(values);
-        return {Component<0>(values), Component<1>(values), Component<2>(values)};
-      }
-      JoinWarp<P, Exponentials>(values);
+      exchange_.template Join<Exponentials>(values);
     }
-    exchange_.template JoinWarps<Exponentials>(values);
     return {Component<0>(values), Component<1>(values), Component<2>(values)};
   }
 
@@ -499,7 +495,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
           join(sum(added..., columns...), x(0, columns)...);
         }
       };
-      this->template ForEachFewPacks<(kV > 4 ? 4 : 8)>(add, flush);
+      this->template ForEachFewPacks<8>(add, flush);
     } else {
       const auto add = [&](int pack, int column) {
         const auto join = [&](const auto& value, const auto&... extra) {

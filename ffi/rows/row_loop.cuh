@@ -238,7 +238,7 @@ template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts,
                         const SumResults<A>& results, cudaError_t* status) {
   if (layouts.groups.count > GroupsOf<Op::kSlots, kLay>::kMost) return false;
-  const int capability = ComputeCapability();
+  const int capability = CompiledCapability();
   return First(
       Placements{}, false,
       [&]<class P> {
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
 template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, cudaError_t* status) {
   const int64_t rows = layouts.rows.total;
-  const int capability = ComputeCapability();
+  const int capability = CompiledCapability();
   return First(
       Placements{}, false,
       [&]<class P> { return LoopFits<P, kV, kLay, A>(op, layouts, rows, layouts.rows_alike, capability); },

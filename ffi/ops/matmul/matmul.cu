@@ -230,7 +230,7 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
     return copy != 0 || reinterpret_cast<uintptr_t>(operand.untyped_data()) % 16 == 0;
   };
   if (tile_rows == 0 || problem.k == 0 || !fits(lhs, lhs_copy) || !fits(rhs, rhs_copy) ||
-      ComputeCapability() != kHopper)
+      CompiledCapability() != kHopper)
     return General(stream, problem, lhs_type, result);
   return First(
       WgmmaOperands{}, Invalid(kHandler, "no tensor core kernel for these element types"),
