@@ -16,8 +16,9 @@ from rich import table
 from benchmarks import harness
 from jaxops.flax import linen
 
-#: The losses of the first steps may differ by this much, relative: bf16 activations.
-LOSS_TOLERANCE = 1e-2
+#: The loss of the n-th step may differ by n times as much, relative: activations are bf16, and Adam's first steps are
+#: as large for a gradient that is all rounding error as for any other.
+LOSS_TOLERANCE = 5e-3
 CHECKED_STEPS = 5
 
 
@@ -188,8 +189,8 @@ def _measure(size: Size, settings: harness.Settings) -> dict[str, tuple[float, l
             losses[name].append(float(loss))
         del now
     for name, found in losses.items():
-        for loss, wanted in zip(found, losses["flax"], strict=True):
-            if not abs(loss - wanted) <= LOSS_TOLERANCE * abs(wanted):
+        for i, (loss, wanted) in enumerate(zip(found, losses["flax"], strict=True)):
+            if not abs(loss - wanted) <= (i + 1) * LOSS_TOLERANCE * abs(wanted):
                 raise ArithmeticError(f"{name}: losses {found} instead of {losses['flax']}")
     clock = harness.WallClock()
     clock.enough = 0.02 if settings.quick else 0.3  # a round

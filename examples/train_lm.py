@@ -127,6 +127,17 @@ class NnxDecoder(nnx.Module):
 # --- training ---
 
 
+def on_host(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function, compiled for and run by the host: for so many random numbers XLA's GPU compiler takes minutes."""
+
+    def call():
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            result = jax.jit(function)()
+        return jax.device_put(result, jax.local_devices()[0])
+
+    return call
+
+
 def make_model(library: str, size: Size, on_jaxops: bool) -> tuple[Callable[[], Any], Callable[..., jax.Array]]:
     """`init() -> parameters` and `apply(parameters, tokens) -> logits`, for either library."""
     if library == "linen":
@@ -134,7 +145,7 @@ def make_model(library: str, size: Size, on_jaxops: bool) -> tuple[Callable[[], 
         if on_jaxops:
             model, _ = jaxops.flax.linen.swap(model)  # this is all
         tokens = jnp.zeros((1, size.length), jnp.int32)
-        return jax.jit(lambda: model.init(jax.random.key(0), tokens)), model.apply
+        return on_host(lambda: model.init(jax.random.key(0), tokens)), model.apply
     model = nnx.eval_shape(lambda: NnxDecoder(size, nnx.Rngs(0)))
     if on_jaxops:
         model, _ = jaxops.flax.nnx.swap(model)  # this is all
@@ -145,7 +156,7 @@ def make_model(library: str, size: Size, on_jaxops: bool) -> tuple[Callable[[], 
         nnx.replace_by_pure_dict(state, parameters)
         return nnx.merge(graph, state)(tokens)
 
-    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(NnxDecoder(size, nnx.Rngs(0))))), apply
+    return on_host(lambda: nnx.to_pure_dict(nnx.state(NnxDecoder(size, nnx.Rngs(0))))), apply
 
 
 @dataclasses.dataclass
