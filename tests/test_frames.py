@@ -71,7 +71,9 @@ def test_memory_of_some_rows(half, op, dtype, options, memory, rng):
 @pytest.mark.parametrize("op", ROW_OPS)
 @every_options
 def test_memory_of_rows_of_every_length(half, op, dtype, options, memory, rng):
-    check_rows(half, memory_of(memory, half), op, dtype, options, rng, COLUMNS, STRIDED)
+    """Under tools that watch memory, by which each call takes a hundred times as long, a third: of every placement."""
+    every = 3 if frames.BARE else 1
+    check_rows(half, memory_of(memory, half), op, dtype, options, rng, COLUMNS[::every], STRIDED[::every])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ the same tests show on poisoned memory.
 
 import argparse
 import concurrent.futures
+import itertools
 import os
 import pathlib
 import re
@@ -68,7 +69,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="runs whose name, such as 'racecheck matmul', contains it"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, help="processes at a time (default: 8 a GPU, at most one a processor)")
     options, more = parser.parse_known_args(arguments)
     chosen = [(tool, part) for tool, part in RUNS if options.only in f"{tool} {part}"]
     if not chosen:
@@ -76,9 +77,11 @@ def main(arguments: list[str]) -> int:
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
     failed, devices = 0, gpus()
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        jobs = [pool.submit(run, tool, part, devices[i % len(devices)], more) for i, (tool, part) in enumerate(chosen)]
-        for job in concurrent.futures.as_completed(jobs):
+    jobs = options.jobs or min(8 * len(devices), os.cpu_count() or 1)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        turns = zip(chosen, itertools.cycle(devices), strict=False)
+        pending = [pool.submit(run, *tool_and_part, gpu, more) for tool_and_part, gpu in turns]
+        for job in concurrent.futures.as_completed(pending):
             clean, line, output = job.result()
             print(line, flush=True)
             if not clean:
