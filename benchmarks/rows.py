@@ -108,6 +108,11 @@ def _rows_of_4096(op, rng, dtype):
     return COMPARISONS[op].operands(rng, (size // 4096, 4096), dtype)
 
 
+def _differentiable(op):
+    """How many operands of COMPARISONS[op] have gradients: x and the parameters."""
+    return {"layer_norm": 3, "rms_norm": 2}.get(op, 1)
+
+
 def _residual_form(op):
     def ours(x, residual, *parameters):
         return getattr(jaxops, op)(x, *parameters, residual=residual, dtype=x.dtype)
@@ -119,7 +124,7 @@ def _residual_form(op):
         x, *parameters = _rows_of_4096(op, rng, dtype)
         return (x, rng.standard_normal(x.shape).astype(dtype), *parameters)
 
-    return Form(op, "residual", ours, reference, operands, 4 if op == "layer_norm" else 3, (4, 4))
+    return Form(op, "residual", ours, reference, operands, _differentiable(op) + 1, (4, 4))
 
 
 def _widening_form(op):
@@ -129,9 +134,8 @@ def _widening_form(op):
         ours = functools.partial(ours, dtype=jnp.float32)
     reference = COMPARISONS[op].reference
     operands = functools.partial(_rows_of_4096, op)
-    count = {"layer_norm": 3, "rms_norm": 2}.get(op, 1)
     widened = lambda x, *parameters: reference(x.astype(jnp.float32), *parameters)  # noqa: E731
-    return Form(op, "to float32", ours, widened, operands, count, (3, 4), narrow=True)
+    return Form(op, "to float32", ours, widened, operands, _differentiable(op), (3, 4), narrow=True)
 
 
 FORMS = (

@@ -388,8 +388,8 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
 
   // A thread's joins of each expression, in kParts interleaved parts; a
   // streamed row's also in runs of kRun packs, so that rounding errors grow
-  // with the square root of a row's length instead of with the length. kOnlyInside: for expressions that are not
-  // neutral beyond a row's edges.
+  // with the square root of a row's length instead of with the length.
+  // kOnlyInside: for expressions that are not neutral beyond a row's edges.
   template <class M, bool kOnlyInside = false, class Visit, class... Es>
   __device__ void Fold(Values<A, sizeof...(Es)> (&out)[kRows], const Visit& visit, const Es&... es) const {
     constexpr int kCount = sizeof...(Es), kParts = P::kAcross || kV == 1 ? 1 : 2;

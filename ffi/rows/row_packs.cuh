@@ -156,8 +156,8 @@ class RowPacks {
     ForEachPack(fn, [] {});
   }
 
-  // Calls fn(columns...) for kFew packs of a streamed row at a time, fn(column) for those left over, and after() behind
-  // each run.
+  // Calls fn(columns...) for kFew packs of a streamed row at a time, fn(column)
+  // for those left over, and after() behind each run.
   template <int kFew, class Fn, class After>
   __device__ void ForEachFewPacks(Fn fn, After after) const {
     static_assert(!kHeld && kRun % kFew == 0);
