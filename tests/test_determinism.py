@@ -43,7 +43,7 @@ def test_while_other_work_shares_the_device():
 
 @pytest.mark.slow
 def test_with_other_numbers_of_threads(on_gpu):
-    """Of XLA's pool for the CPU, that is: another number of devices shares it. XLA's own products there depend on it."""
+    """On the CPU, of XLA's pool, which another number of devices shares; XLA's own products depend on it there."""
     few, all_of_them = (
         [line for line in text.splitlines() if on_gpu or not line.startswith("matmul")]
         for text in (printed(flags="--xla_force_host_platform_device_count=5"), printed())
