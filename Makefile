@@ -1,4 +1,4 @@
-# make build | test | test-all | matrix | fuzz | accuracy | compatibility | sanitize | sanitize-gpu | demo |
+# make build | test | test-all | matrix | fuzz | accuracy | compatibility | emulate | sanitize | sanitize-gpu | demo |
 # bench OP=softmax | docs | wheel | reproducible | fmt | lint
 # PYTHON chooses the interpreter (3.11 or newer), JAX a version of jax (0.10.0, 0.11.2, ...; default: the newest
 # supported one); each pair gets an environment of its own. CUDA=OFF leaves the GPU half out. ARGS is handed to the demo,
@@ -17,8 +17,8 @@ python := $(VENV)/bin/python
 jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
 headers := build/ffi_headers
 
-.PHONY: build test test-all matrix fuzz accuracy compatibility demo bench sanitize sanitize-gpu docs wheel reproducible fmt \
-  lint clean
+.PHONY: build test test-all matrix fuzz accuracy compatibility demo bench emulate sanitize sanitize-gpu docs wheel \
+  reproducible fmt lint clean
 .DEFAULT_GOAL := build
 
 $(VENV)/ready: pyproject.toml
@@ -69,6 +69,13 @@ demo: build
 bench: build
 	$(python) -m benchmarks $(OP) $(ARGS)
 
+# The row kernels for CUDA on this machine's processor, each of their threads a fiber: their results, without a GPU. Needs
+# the CUDA toolkit's headers.
+emulate: build
+	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/variant.sh $(python) emulate -DJAXOPS_EMULATE=ON -- -n 2 \
+	  tests/test_softmax.py tests/test_logits.py tests/test_norm.py tests/test_rows.py tests/test_contract.py \
+	  tests/test_frames.py tests/test_fuzz.py -k 'not cuda and not matmul' $(ARGS)
+
 # The CPU handlers compiled with sanitizers: on call frames of every row length and malformed ones; and through JAX, which
 # knows nothing of ThreadSanitizer.
 sanitize: build
@@ -100,7 +107,7 @@ reproducible:
 	done
 	cd build/reproducible && sha256sum */dist/* && for file in a/dist/*; do cmp $$file b/dist/$$(basename $$file) || exit 1; done
 
-cxx_sources = $(shell find ffi -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
+cxx_sources = $(shell find ffi tests/emulator -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 
 fmt: $(VENV)/ready
 	$(python) -m ruff check --fix .

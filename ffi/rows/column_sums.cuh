@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kSumThreads)
   for (int k = 0; k < Op::kSums; ++k) shared[k][threadIdx.x] = sum.lane[k];
   for (int half = kSumThreads / 2; half >= kTile; half /= 2) {
     __syncthreads();
-    if (threadIdx.x < half) {
+    if (static_cast<int>(threadIdx.x) < half) {
 #pragma unroll
       for (int k = 0; k < Op::kSums; ++k) shared[k][threadIdx.x] += shared[k][threadIdx.x + half];
     }

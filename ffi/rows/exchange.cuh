@@ -8,6 +8,7 @@
 #include <iterator>
 #include <limits>
 
+#include "rows/instructions.cuh"
 #include "rows/math.cuh"
 
 namespace jaxops::rows {
@@ -93,66 +94,6 @@ __device__ void JoinWarp(Values<A, kCount> (&rows)[kRows]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) rows[r] = J::Join(rows[r], others[r]);
   }
-}
-
-__device__ inline uint32_t ClusterRank() {
-  uint32_t rank = 0;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-__device__ inline void ClusterArrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void ClusterWait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Values that blocks of a cluster send into each other's shared memory, counted by a barrier there: whoever waits for
-// it waits for those bytes alone, whereas a barrier of the cluster would wait for all earlier writes to global memory.
-__device__ inline uint32_t SharedAddress(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
-__device__ inline void InitByteBarrier(uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-__device__ inline void ExpectBytes(uint64_t* barrier, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
-               : "memory");
-#endif
-}
-__device__ inline void WaitForBytes(uint64_t* barrier, uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra wait;\n}" ::"r"(SharedAddress(barrier)),
-      "r"(parity)
-      : "memory");
-#endif
-}
-// Copies a value to the same place in the shared memory of block `rank`, counted by that block's barrier.
-template <class V>
-__device__ void SendToBlock(const V& value, V* target, uint64_t* barrier, uint32_t rank) {
-  static_assert(sizeof(V) % 4 == 0);
-#if __CUDA_ARCH__ >= 900
-  uint32_t to, counter;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(SharedAddress(target)), "r"(rank));
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(SharedAddress(barrier)), "r"(rank));
-#pragma unroll
-  for (int w = 0; w < static_cast<int>(sizeof(V) / 4); ++w)
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to + 4 * w),
-                 "r"(reinterpret_cast<const uint32_t*>(&value)[w]), "r"(counter)
-                 : "memory");
-#endif
 }
 
 // Joins over all threads that share a row. Two sets of slots take turns, so that one barrier a join is enough: nobody

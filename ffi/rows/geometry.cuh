@@ -111,7 +111,7 @@ struct Layouts {
   }
   template <class G>
   G To() const {
-    G out = {.rows = decltype(G::rows)(rows), .columns = decltype(G::columns)(columns), .size = size};
+    G out = {.rows = decltype(G::rows)(rows), .columns = decltype(G::columns)(columns), .size = size, .steps = {}};
     std::copy(std::begin(steps), std::end(steps), out.steps);
     return out;
   }

@@ -5,21 +5,17 @@
 #include <cmath>
 #include <limits>
 
+#include "rows/instructions.cuh"
+
 namespace jaxops::rows {
 
-// exp(x) = 2^(x log2 e) by the hardware's exponential: 2 ulp plus |x| / 2 ulp of the argument. Arguments here are
-// differences to a row's maximum, so the error relative to the row's largest exponential, 1, stays below 1 ulp.
-__device__ inline float Exp(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
-  return result;
-}
+// exp(x) = 2^(x log2 e). Arguments here are differences to a row's maximum, so that the error relative to the row's
+// largest exponential, 1, stays below 1 ulp.
+__device__ inline float Exp(float x) { return Exp2(x * 1.4426950408889634f); }
 __device__ inline double Exp(double x) { return exp(x); }
 // exp(x) / 2^log2_divisor for results of 16 bits: the argument is rounded to 2^-24 of its size, the logarithm to 2^-22.
 __device__ inline float ExpOver(float x, float log2_divisor) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(fmaf(x, 1.4426950408889634f, -log2_divisor)));
-  return result;
+  return Exp2(fmaf(x, 1.4426950408889634f, -log2_divisor));
 }
 __device__ inline float Log2(float x) { return __log2f(x); }
 __device__ inline float Log(float x) { return logf(x); }

@@ -1,0 +1,139 @@
+// Lets the host's compiler read the CUDA sources, and the host run their kernels: included before each of them.
+// A thread of a block is a fiber, a block an operating system's thread with its fibers, `__shared__` therefore
+// thread_local. Copies that the hardware would do asynchronously are done as late as the kernel allows.
+#ifndef JAXOPS_TESTS_EMULATOR_EMULATOR_H_
+#define JAXOPS_TESTS_EMULATOR_EMULATOR_H_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <optional>
+
+#include "xla/ffi/api/ffi.h"
+
+#undef __shared__
+#undef __launch_bounds__
+#undef __noinline__
+#define __shared__ thread_local
+#define __launch_bounds__(...)
+#define __noinline__ __attribute__((noinline))
+
+namespace emulator {
+
+void SyncBlock();
+// What lane `source` of the warp gives.
+uint64_t Exchange(uint64_t value, int source);
+
+// cp.async and its groups.
+void BeginCopy(uint32_t target, const void* source, int bytes, int inside);
+void CommitCopies();
+void WaitCopies(int pending);
+
+// The dynamic shared memory of the block.
+char* Shared();
+
+uint32_t ClusterRank();
+void ClusterArrive();
+void ClusterWait();
+void InitByteBarrier(uint64_t* barrier);
+void ExpectBytes(uint64_t* barrier, int bytes);
+void WaitForBytes(uint64_t* barrier, uint32_t parity);
+void SendToBlock(const void* value, int bytes, void* target, uint64_t* barrier, uint32_t rank);
+
+void RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
+
+template <class... Parameters, class... Arguments>
+cudaError_t Launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  RunGrid(*config, [&] { kernel(arguments...); });
+  return cudaSuccess;
+}
+
+template <class T>
+T Shuffle(T value, int source) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = Exchange(bits, source);
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+}  // namespace emulator
+
+// What the launches ask of the runtime: a device of few multiprocessors, so that blocks have many rows.
+template <class... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+template <class... Parameters>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Parameters...)) {
+  *attributes = {};
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+template <class... Parameters>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, void (*)(Parameters...), int, size_t) {
+  *count = 1;
+  return cudaSuccess;
+}
+template <class... Parameters>
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*)(Parameters...), const cudaLaunchConfig_t*) {
+  *count = 1;
+  return cudaSuccess;
+}
+
+extern thread_local uint3 threadIdx, blockIdx;
+extern thread_local dim3 gridDim;
+#define cudaLaunchKernelEx ::emulator::Launch
+#define __syncthreads ::emulator::SyncBlock
+
+template <class T>
+T __shfl_sync(unsigned, T value, int source) {
+  return emulator::Shuffle(value, source);
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int distance) {
+  return emulator::Shuffle(value, static_cast<int>(threadIdx.x % 32) ^ distance);
+}
+template <class T>
+T __ldg(const T* source) {
+  return *source;
+}
+inline size_t __cvta_generic_to_shared(const void* pointer) {
+  return static_cast<const char*>(pointer) - emulator::Shared();
+}
+inline void* __cvta_shared_to_generic(size_t address) { return emulator::Shared() + address; }
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline float __log2f(float x) { return std::log2(x); }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
+template <class T, class U>
+auto min(T a, U b) {
+  return a < b ? a : b;
+}
+template <class T, class U>
+auto max(T a, U b) {
+  return a > b ? a : b;
+}
+
+// Handlers run where they are called: their stream is null.
+template <>
+struct xla::ffi::CtxDecoding<xla::ffi::PlatformStream<cudaStream_t>> {
+  using Type = cudaStream_t;
+  static std::optional<Type> Decode(const XLA_FFI_Api*, XLA_FFI_ExecutionContext*, DiagnosticEngine&) {
+    return nullptr;
+  }
+};
+
+#endif  // JAXOPS_TESTS_EMULATOR_EMULATOR_H_

@@ -1,0 +1,23 @@
+// ffi/rows/instructions.cuh, emulated.
+#ifndef JAXOPS_ROWS_INSTRUCTIONS_CUH_
+#define JAXOPS_ROWS_INSTRUCTIONS_CUH_
+
+#include "emulator.h"
+
+namespace jaxops::rows {
+
+inline float Exp2(float x) { return std::exp2(x); }
+using emulator::ClusterArrive;
+using emulator::ClusterRank;
+using emulator::ClusterWait;
+using emulator::ExpectBytes;
+using emulator::InitByteBarrier;
+using emulator::WaitForBytes;
+template <class V>
+void SendToBlock(const V& value, V* target, uint64_t* barrier, uint32_t rank) {
+  emulator::SendToBlock(&value, sizeof(V), target, barrier, rank);
+}
+
+}  // namespace jaxops::rows
+
+#endif  // JAXOPS_ROWS_INSTRUCTIONS_CUH_
