@@ -241,6 +241,8 @@ LOGITS = AXES | {"query_axis": np.int64(-1), "key_axis": np.int64(-1)}
 LOGITS |= {"has_scale": False, "has_bias": False, "has_where": False}
 LOGITS_BACKWARD = LOGITS | {"masked": False, "has_dbias": False}
 DBIAS = LOGITS_BACKWARD | {"has_dbias": True}
+LOG = LOGITS | {"has_max": False}
+LOG_BACKWARD = [FULL, STATISTIC, STATISTIC, FULL]
 NORM = AXES | {"has_residual": False, "has_scale": True, "has_bias": False, "has_where": False, "epsilon": 1e-6}
 RESIDUAL = NORM | {"has_residual": True}
 NORM_BACKWARD = AXES | {
@@ -261,32 +263,35 @@ def causal(query, key):
 HANDLER_CASES = {
     "axes beyond the rank": ("softmax_fwd", [((3,), F32)], [((3,), F32)], LOGITS),
     "a negative axis": ("softmax_fwd", [FULL], [FULL], LOGITS | {"axes": np.array([-1])}),
-    "an axis twice": ("log_softmax_fwd", [FULL], [FULL], LOGITS | {"axes": np.array([1, 1])}),
+    "an axis twice": ("log_softmax_fwd", [FULL], [FULL], LOG | {"axes": np.array([1, 1])}),
     "axes of another type": ("softmax_fwd", [FULL], [FULL], LOGITS | {"axes": np.array([2], F32)}),
     "rank 0": ("softmax_fwd", [((), F32)], [((), F32)], LOGITS),
     "result's shape": ("softmax_fwd", [FULL], [((2, 3, 5), F32)], LOGITS),
-    "result's rank": ("log_softmax_fwd", [FULL], [((24,), F32)], LOGITS),
+    "result's rank": ("log_softmax_fwd", [FULL], [((24,), F32)], LOG),
     "integers": ("softmax_fwd", [(SHAPE, I32)], [(SHAPE, I32)], LOGITS),
     "result's dtype": ("softmax_fwd", [FULL], [(SHAPE, I32)], LOGITS),
     "too few operands": ("softmax_bwd", [FULL], [FULL], LOGITS_BACKWARD),
     "too many operands": ("softmax_fwd", [FULL, FULL], [FULL], LOGITS),
     "no attributes": ("softmax_fwd", [FULL], [FULL], {}),
     "dy's shape": ("softmax_bwd", [FULL, ((2, 3, 3), F32)], [FULL], LOGITS_BACKWARD),
-    "too many results": ("log_softmax_bwd", [FULL, FULL], [FULL, FULL], LOGITS_BACKWARD),
+    "too many results": ("log_softmax_bwd", LOG_BACKWARD, [FULL, FULL], LOGITS_BACKWARD),
     "no such query axis": ("softmax_fwd", [FULL], [FULL], causal(3, 2)),
     "no such key axis": ("softmax_fwd", [FULL], [FULL], causal(1, -1)),
-    "queries that are keys": ("log_softmax_fwd", [FULL], [FULL], causal(1, 1)),
+    "queries that are keys": ("log_softmax_fwd", [FULL], [FULL], causal(1, 1) | {"has_max": False}),
     "no scale": ("softmax_fwd", [FULL], [FULL], LOGITS | {"has_scale": True}),
     "scale's dtype": ("softmax_fwd", [FULL, ((1, 1, 1), BF16)], [FULL], LOGITS | {"has_scale": True}),
     "bias's shape": ("softmax_fwd", [FULL, ((1, 2, 4), F32)], [FULL], LOGITS | {"has_bias": True}),
-    "bias's rank": ("log_softmax_fwd", [FULL, ((4,), F32)], [FULL], LOGITS | {"has_bias": True}),
+    "bias's rank": ("log_softmax_fwd", [FULL, ((4,), F32)], [FULL], LOG | {"has_bias": True}),
     "bias's dtype": ("softmax_fwd", [FULL, (COLUMN, I32)], [FULL], LOGITS | {"has_bias": True}),
-    "where's dtype": ("log_softmax_fwd", [FULL, PARAMETER], [FULL], LOGITS | {"has_where": True}),
+    "where's dtype": ("log_softmax_fwd", [FULL, PARAMETER], [FULL], LOG | {"has_where": True}),
     "where's shape": ("softmax_fwd", [FULL, ((2, 3, 3), BOOL)], [FULL], LOGITS | {"has_where": True}),
     "dbias without workspace": ("softmax_bwd", [FULL, FULL], [FULL, PARAMETER], DBIAS),
     "dbias's shape": ("softmax_bwd", [FULL, FULL], [FULL, WORKSPACE, STATISTIC], DBIAS),
-    "dbias's dtype": ("log_softmax_bwd", [FULL, FULL], [FULL, WORKSPACE, (COLUMN, BF16)], DBIAS),
-    "workspace's groups": ("log_softmax_bwd", [FULL, FULL], [FULL, WORKSPACE, ((1, 3, 4), F32)], DBIAS),
+    "dbias's dtype": ("log_softmax_bwd", LOG_BACKWARD, [FULL, WORKSPACE, (COLUMN, BF16)], DBIAS),
+    "max without total": ("log_softmax_fwd", [FULL], [FULL, STATISTIC], LOG | {"has_max": True}),
+    "max's shape": ("log_softmax_bwd", [FULL, PARAMETER, STATISTIC, FULL], [FULL], LOGITS_BACKWARD),
+    "total's dtype": ("log_softmax_bwd", [FULL, STATISTIC, (STATISTIC[0], BF16), FULL], [FULL], LOGITS_BACKWARD),
+    "workspace's groups": ("log_softmax_bwd", LOG_BACKWARD, [FULL, WORKSPACE, ((1, 3, 4), F32)], DBIAS),
     "too few attributes": ("layer_norm_fwd", [FULL, PARAMETER], [FULL, STATISTIC, STATISTIC], AXES),
     "attribute's type": ("rms_norm_fwd", [FULL, PARAMETER], [FULL, STATISTIC], NORM | {"has_scale": 1.5}),
     "scale's shape": ("rms_norm_fwd", [FULL, ((1, 1, 5), F32)], [FULL, STATISTIC], NORM),

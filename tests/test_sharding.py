@@ -29,9 +29,9 @@ EXPECTED = {
     ("softmax, all options", "rows"): ([], ["tc/b"]),
     ("softmax, all options", "columns"): (["bt/c", "bt/c"], ["bt/c", "tc/b"]),
     ("log_softmax", "rows"): ([], []),
-    ("log_softmax", "columns"): (["bt/c", "bt/c"], ["bt/c", "2bt/c"]),
+    ("log_softmax", "columns"): (["bt/c", "bt/c"], ["bt/c"]),
     ("log_softmax, all options", "rows"): ([], ["tc/b"]),
-    ("log_softmax, all options", "columns"): (["bt/c", "bt/c"], ["bt/c", "2bt/c", "tc/b"]),
+    ("log_softmax, all options", "columns"): (["bt/c", "bt/c"], ["bt/c", "tc/b"]),
     ("layer_norm", "rows"): ([], ["c/bt", "c/bt"]),
     ("layer_norm", "columns"): (["bt/c", "bt/c"], ["2bt/c", "c/b", "c/b"]),
     ("layer_norm, all options", "rows"): ([], ["c/bt", "c/bt"]),
@@ -215,6 +215,5 @@ def test_transformer_layer(axes, rng):
     assert set(got) <= {"all-gather", "all-reduce", "reduce-scatter"}
     assert got.get("all-gather", 0) <= wanted.get("all-gather", 0)
     reduced = lambda kinds: kinds.get("all-reduce", 0) + kinds.get("reduce-scatter", 0)  # noqa: E731
-    statistics = 2 * targets.size // mesh.shape["data"]  # which the gradient of log_softmax takes from the logits again
-    assert reduced(got) <= reduced(wanted) + statistics
+    assert reduced(got) <= reduced(wanted)
     assert ("reduce-scatter" in got) == ("data" in axes)

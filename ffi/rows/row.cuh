@@ -200,18 +200,25 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     return values;
   }
 
-  // use(expression of a broadcast operand of any floating dtype), its packs
-  // read before; `absent` if there is none.
-  template <int kSlot, class Use>
-  __device__ void WithOperand(const Operand& operand, A absent, const Use& use) const {
+  // A broadcast operand of any floating dtype, as values of the accumulator's, kept; `absent` if there is none. The
+  // dtype is asked for once, not for each pack: else no read could start before the last had ended.
+  template <int kSlot>
+  __device__ Held<A> LoadOperand(const Operand& operand, A absent) const {
+    Held<A> values;
     const auto read = [&]<class T>(const T* data) {
-      Held<T> held = {};
+      Held<T> narrow = {};
       ForEachPack(
-          [&](int pack, int column) { held.packs[pack] = this->template ReadBroadcast<kSlot>(data, pack, column); });
-      use(held);
+          [&](int pack, int column) { narrow.packs[pack] = this->template ReadBroadcast<kSlot>(data, pack, column); });
+#pragma unroll
+      for (int pack = 0; pack < kHeldPacks; ++pack)
+#pragma unroll
+        for (int i = 0; i < kV; ++i) values.packs[pack].lane[i] = narrow.packs[pack].template Widen<A>(i);
     };
     if (!operand.data) {
-      use(Same(absent));
+#pragma unroll
+      for (Pack<A, kV>& pack : values.packs)
+#pragma unroll
+        for (A& value : pack.lane) value = absent;
     } else if (std::is_same_v<A, double> || operand.type == DataType::F32) {
       read(static_cast<const A*>(operand.data));
     } else if (operand.type == DataType::BF16) {
@@ -219,6 +226,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     } else {
       read(static_cast<const __half*>(operand.data));
     }
+    return values;
   }
 
   // Whether a condition on values of the same row holds for all rows of the

@@ -145,7 +145,7 @@ class RowPacks {
     } else {
       for (int begin = FirstColumn(0); begin < end; begin += kRun * kColumnStep) {
         const int stop = min(end, begin + kRun * kColumnStep);
-#pragma unroll 4
+#pragma unroll(kUnrolled)
         for (int column = begin; column < stop; column += kColumnStep) fn(0, column);
         after();
       }
@@ -263,6 +263,9 @@ class RowPacks {
 
  protected:
   static constexpr int kRun = 16;
+  // Packs of a streamed row that are read at once. What is not plain takes several times the instructions a pack: more
+  // would be half of the build.
+  static constexpr int kUnrolled = kLay == Lay::kPlain ? 4 : 2;
   static constexpr int kWide = P::kAcross ? 1 : kV;                    // columns a pack
   static constexpr int kColumnStep = P::kLanes * P::kCluster * kWide;  // from a thread's pack to its next
 

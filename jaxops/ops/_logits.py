@@ -54,10 +54,9 @@ def plain_logits(rows: Rows, x, scale, bias, where, **causal):
     return z if mask is None else jnp.where(mask, z, -jnp.inf), mask
 
 
-def plain_exponentials(rows: Rows, z, mask):
-    """exp(z - max) and z - max."""
-    shifted = z - jax.lax.stop_gradient(rows.max(z))
-    return visible(mask, jnp.exp(shifted)), shifted
+def plain_exponentials(z, max, mask):
+    """exp(z - max), 0 where masked."""
+    return visible(mask, jnp.exp(z - max))
 
 
 def plain_gradients(rows: Rows, dz, scale, dtype):
@@ -106,27 +105,42 @@ class Kernels:
       op: its name.
       plain_forward, plain_backward: the kernels in plain JAX.
       tangent: the tangent map, from the kernels: takes them; Rows; the operand with which the backward pass starts; x,
-        if that is y and the scale has a tangent; scale, bias, where; the tangents of x, scale and bias, None for zero.
-      from_result: the backward pass starts from y, not from x, bias and where.
+        if that is y and the scale has a tangent; scale, bias, where; the statistics; the tangents of x, scale and bias,
+        None for zero.
+      total_tangent: where the backward pass starts from x, bias, where and each row's statistics, max(z) and
+        sum(exp(z - max)), not from y: the tangent of the sum, from Rows, x, scale, bias, where, max, the tangents of x,
+        scale and bias. That of the maximum is taken as zero: it cancels in all that is made of both.
     """
 
     def __init__(
-        self, op: str, plain_forward: Callable, plain_backward: Callable, tangent: Callable, from_result: bool
+        self,
+        op: str,
+        plain_forward: Callable,
+        plain_backward: Callable,
+        tangent: Callable,
+        total_tangent: Callable | None = None,
     ):
-        self.from_result = from_result
-        self.forward = _LogitsKernel(f"{op}_fwd", f"x: full, {_OPTIONS} -> y: full", plain_forward, jvp=self._jvp)
+        self.from_result = total_tangent is None
+        self._total_tangent = total_tangent
+        self._statistics = () if self.from_result else ("max", "total")
+        statistics = "".join(f", {name}: row" for name in self._statistics)
+        kept_for_backward = "" if self.from_result else ", max: row?, total: row?max"
+        self.forward = _LogitsKernel(
+            f"{op}_fwd", f"x: full, {_OPTIONS} -> y: full{kept_for_backward}", plain_forward, jvp=self._jvp
+        )
         self.backward = _LogitsKernel(
             f"{op}_bwd",
-            f"x: full, {_OPTIONS}, dy: full -> dx: full, dbias: sum?",
+            f"x: full, {_OPTIONS}{statistics}, dy: full -> dx: full, dbias: sum?",
             plain_backward,
             linear=("dy",),
             transpose=self._transpose_backward,
             trailing_sums=True,
         )
-        self.backward.from_result = from_result
+        self.backward.from_result = self.from_result
         self.tangent = RowKernel(
             f"{op}_jvp",
-            f"operand: full, x: full?, {_OPTIONS}, dx: full?, dscale: broadcast?, dbias: broadcast? -> dy: full",
+            f"operand: full, x: full?, {_OPTIONS}{statistics}, dx: full?, dscale: broadcast?, dbias: broadcast? "
+            "-> dy: full",
             functools.partial(tangent, self),
             linear=("dx", "dscale", "dbias"),
             transpose=self._transpose_tangent,
@@ -134,23 +148,27 @@ class Kernels:
         )
 
     def _jvp(self, primals: Named, tangents: Named, *, results, **params):
-        del results
         x, scale, bias, where = primals.values()
-        (y,) = self.forward(*primals.values(), **params)
+        y, *statistics = self.forward(*primals.values(), results=self._statistics[:1], **params)
+        out = {"y": y, **dict(zip(self._statistics, statistics, strict=True))}
         dx, dscale, dbias, _ = tangents.values()
         if dx is dscale is dbias is None:
-            return {"y": y}, {}
+            return out, {}
         residuals = (
             (y, None if dscale is None else x, scale, None, None) if self.from_result else (x, None, scale, bias, where)
         )
         masked = where is not None or params["query_axis"] >= 0
-        (dy,) = self.tangent(*residuals, dx, dscale, dbias, masked=masked, **params)
-        return {"y": y}, {"y": dy}
+        (dy,) = self.tangent(*residuals, *statistics, dx, dscale, dbias, masked=masked, **params)
+        found: Named = {"y": dy}
+        if "total" in results:
+            rows, causal = Rows(params["axes"]), {name: params[name] for name in ("query_axis", "key_axis")}
+            found["total"] = self._total_tangent(rows, x, scale, bias, where, out["max"], dx, dscale, dbias, **causal)
+        return out, found
 
     def _transpose_backward(self, given: Named, wanted: Named, cotangents: Named, *, kept, dtype, **params):
         del kept, dtype
-        x, scale, bias, where, _ = given.values()
-        residuals = (x, None, scale, bias, where)
+        x, scale, bias, where, *statistics, _ = given.values()
+        residuals = (x, None, scale, bias, where, *statistics)
         (dy,) = self.tangent(
             *residuals, cotangents["dx"], None, cotangents["dbias"], dtype=wanted["dy"].dtype, **params
         )
@@ -160,7 +178,7 @@ class Kernels:
         self, given: Named, wanted: Named, cotangents: Named, *, axes, kept, dtype, masked, **causal
     ):
         del kept, dtype
-        operand, x, scale, bias, where, *_ = given.values()
+        operand, x, scale, bias, where, *statistics, _, _, _ = given.values()
         dy = cotangents["dy"]
         x = operand if x is None else x
         shape, dtype = operand.shape, (operand if wanted["dx"] is None else wanted["dx"]).dtype
@@ -182,7 +200,7 @@ class Kernels:
             rows = [a for a in range(len(shape)) if a not in axes]
             kept = [a for a in rows if bias_type.shape[a] == shape[a]] if in_kernel else []
             results = ("dbias",) if in_kernel else ()
-            dx, dbias = kernel(operand, scale, bias, where, dy, dtype=dtype, kept=kept, results=results)
+            dx, dbias = kernel(operand, scale, bias, where, *statistics, dy, dtype=dtype, kept=kept, results=results)
             return {"dx": dx, "dbias": None if dbias is None else dbias.astype(bias_type.dtype)}
 
         # The kernel gives dz, XLA the rest: dx = scale dz, dscale = sum(dz x), dbias = sum(dz).
@@ -191,7 +209,7 @@ class Kernels:
         if not self.from_result:
             operand = operand.astype(z_dtype) if scale is None else operand.astype(wide) * scale
             z_dtype = operand.dtype
-        dz = kernel(operand, None, bias, where, dy, dtype=z_dtype)[0]
+        dz = kernel(operand, None, bias, where, *statistics, dy, dtype=z_dtype)[0]
         found: Named = {"dx": (dz if scale is None else dz.astype(wide) * scale).astype(dtype)}
         if scale_wanted:  # masked entries of x may hold anything
             products = jnp.where(dz == 0, 0, dz.astype(wide) * x.astype(wide))
@@ -245,7 +263,7 @@ def apply(
     x = jnp.broadcast_to(x.astype(kernel_input), shape)
     scale, bias, where = (value if value is None else expand_rank(value, len(shape)) for value in (scale, bias, where))
     query_axis, key_axis = (len(shape) - 2, len(shape) - 1) if causal else (-1, -1)
-    (y,) = kernels.forward(
+    y, *_ = kernels.forward(
         x, scale, bias, where, axes=axes, dtype=kernel_result, query_axis=query_axis, key_axis=key_axis
     )
     return y.astype(result)

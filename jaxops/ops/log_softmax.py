@@ -7,40 +7,47 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxops._rows import accumulator
 from jaxops.ops import _logits
 
 
 def _plain_forward(rows, x, scale, bias, where, *, dtype, **causal):
     z, mask = _logits.plain_logits(rows, x, scale, bias, where, **causal)
-    exponentials, shifted = _logits.plain_exponentials(rows, z, mask)
-    y = shifted - jnp.log(rows.sum(exponentials)[0])
-    return ((y if mask is None else jnp.where(mask, y, -jnp.inf)).astype(dtype),)
+    max = jax.lax.stop_gradient(rows.max(z))
+    (total,) = rows.sum(_logits.plain_exponentials(z, max, mask))
+    y = (z - max) - jnp.log(total)
+    return (y if mask is None else jnp.where(mask, y, -jnp.inf)).astype(dtype), max, total
 
 
-def _plain_backward(rows, x, scale, bias, where, dy, *, dtype, masked, **causal):
+def _plain_backward(rows, x, scale, bias, where, max, total, dy, *, dtype, masked, **causal):
     del masked
     z, mask = _logits.plain_logits(rows, x, scale, bias, where, **causal)
-    exponentials, _ = _logits.plain_exponentials(rows, z, mask)
     dy = _logits.visible(mask, dy.astype(z.dtype))
-    total, total_dy = rows.sum(exponentials, dy)
-    dz = _logits.visible(mask, dy - exponentials * (total_dy / total))
+    exponentials = _logits.plain_exponentials(z, max, mask)
+    dz = _logits.visible(mask, dy - exponentials * (rows.sum(dy)[0] / total))
     return _logits.plain_gradients(rows, dz, scale, dtype)
 
 
-def _tangent(kernels, rows, x, _, scale, bias, where, dx, dscale, dbias, *, dtype, masked, **causal):
-    """dy = dz - <p, dz>, with the probabilities p of the forward kernel."""
-    del masked
-    (y,) = kernels.forward(x, scale, bias, where, axes=rows.axes, dtype=accumulator(x.dtype), **causal)
-    p = jnp.exp(y)
-    mask = _logits.plain_mask(rows, x.shape, where, **causal)
-    # Where p underflows the logit still moves with its scale; where it is -inf, x may be anything.
-    dz = _logits.logits_tangent(jnp.where(jnp.isneginf(y), 0, x), x.shape, scale, dx, dscale, dbias)
-    dz = _logits.visible(mask, dz)
-    return (_logits.visible(mask, dz - rows.sum(p * dz)[0]).astype(dtype),)
+def _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **causal):
+    """exp(z - max), dz and the mask."""
+    z, mask = _logits.plain_logits(rows, x, scale, bias, where, **causal)
+    # Where a logit is -inf, x may be anything.
+    dz = _logits.logits_tangent(jnp.where(jnp.isneginf(z), 0, x), x.shape, scale, dx, dscale, dbias)
+    return _logits.plain_exponentials(z, max, mask), _logits.visible(mask, dz), mask
 
 
-_KERNELS = _logits.Kernels("log_softmax", _plain_forward, _plain_backward, _tangent, from_result=False)
+def _tangent(kernels, rows, x, _, scale, bias, where, max, total, dx, dscale, dbias, *, dtype, masked, **causal):
+    """dy = dz - <p, dz>, with the probabilities p = exp(z - max) / total."""
+    del kernels, masked
+    exponentials, dz, mask = _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **causal)
+    return (_logits.visible(mask, dz - rows.sum(exponentials * dz)[0] / total).astype(dtype),)
+
+
+def _total_tangent(*operands, **causal):
+    exponentials, dz, _ = _moving_exponentials(*operands, **causal)
+    return operands[0].sum(exponentials * dz)[0]
+
+
+_KERNELS = _logits.Kernels("log_softmax", _plain_forward, _plain_backward, _tangent, _total_tangent)
 
 
 def log_softmax(
@@ -57,7 +64,8 @@ def log_softmax(
 
     Computed in f32 (f64 if `x` or the result is f64); bfloat16 logits with `dtype=jnp.float32` give f32
     log-probabilities in one pass. Without the keyword arguments it is a drop-in for :func:`jax.nn.log_softmax`. The
-    backward pass computes the probabilities from `x` again instead of taking `exp` of a rounded result.
+    backward pass takes the probabilities from `x` and each row's maximum and sum of exponentials, which the forward
+    pass keeps, instead of from a rounded result.
 
     Args:
       x: logits of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy. Complex arrays

@@ -3,24 +3,34 @@
 namespace jaxops {
 namespace {
 
-// y = z - max - log(sum(exp(z - max))), -inf where masked
+// y = z - max - log(total), total = sum(exp(z - max)), -inf where masked; max and total are kept for the backward pass.
 template <Given kGiven, class T, class U>
-struct LogSoftmaxForward : LogitsOp<kGiven, 1> {
+struct LogSoftmaxForward : LogitsOp<kGiven, 1, /*kRowValues=*/true> {
   using A = Accumulator<T>;
   LogitsOptions<kGiven, A> options;
   const T* x;
   U* y;
+  A *max_out, *total_out;  // null if they are not wanted
 
-  explicit LogSoftmaxForward(const LogitsCall& call) : options(call), x(Data<T>(*call.x)), y(Data<U>(*call.y)) {}
+  explicit LogSoftmaxForward(const LogitsCall& call)
+      : options(call),
+        x(Data<T>(*call.x)),
+        y(Data<U>(*call.y)),
+        max_out(rows::DataOrNull<A>(call.max)),
+        total_out(rows::DataOrNull<A>(call.total)) {}
 
   __device__ void operator()(auto& row) const {
     constexpr A kMasked = -std::numeric_limits<A>::infinity();
     options.Narrow(row);
     const auto [z, visible] = options.Load(row, x);
     const auto sums = row.ReduceExponentials(z);
-    const auto log_sum = row.Each([](A sum) { return rows::Log(sum); }, sums.exponentials);
-    const auto difference = [](A value, A max, A log_sum) { return (value - max) - log_sum; };
-    const auto y_of_visible = rows::Map(difference, z, sums.max, log_sum);
+    if (max_out) {
+      row.template StoreRow<LogitsCall::kRow>(max_out, sums.max);
+      row.template StoreRow<LogitsCall::kRow>(total_out, sums.exponentials);
+    }
+    const auto log_total = row.Each([](A total) { return rows::Log(total); }, sums.exponentials);
+    const auto difference = [](A value, A max, A log_total) { return (value - max) - log_total; };
+    const auto y_of_visible = rows::Map(difference, z, sums.max, log_total);
     if (options.Ordinary(row, sums.exponentials)) {
       row.Store(y, y_of_visible, kMasked);
     } else {
@@ -30,19 +40,25 @@ struct LogSoftmaxForward : LogitsOp<kGiven, 1> {
   }
 };
 
-// dx = scale dz, dz = dy - softmax(z) sum(dy). The softmax comes from x, not from y: exp of a rounded y would lose up
-// to |y| ulp.
+// dx = scale dz, dz = dy - exp(z - max) sum(dy) / total. The softmax comes from x, not from y: exp of a rounded y would
+// lose up to |y| ulp.
 template <Given kGiven, class T, class U>
-struct LogSoftmaxBackward : LogitsOp<kGiven, 2> {
+struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
   using A = Accumulator<T>;
   static constexpr bool kNone = kGiven == Given::kNone;
   LogitsOptions<kGiven, A> options;
   const T* x;
   const U* dy;
   T* dx;
+  const A *max, *total;
 
   LogSoftmaxBackward(const LogitsCall& call)
-      : options(call), x(Data<T>(*call.x)), dy(Data<U>(*call.dy)), dx(Data<T>(*call.y)) {}
+      : options(call),
+        x(Data<T>(*call.x)),
+        dy(Data<U>(*call.dy)),
+        dx(Data<T>(*call.y)),
+        max(Data<A>(*call.max)),
+        total(Data<A>(*call.total)) {}
 
   template <class Visit>
   __device__ void ForEachInput(const Visit& visit) const {
@@ -51,41 +67,49 @@ struct LogSoftmaxBackward : LogitsOp<kGiven, 2> {
   }
   __device__ void Narrow(auto& row) const { options.Narrow(row); }
   __device__ int Parameters(const auto&) const { return 0; }
-  __device__ auto Scalars(const auto& row) const { return options.Scale(row); }
+  template <class Value>
+  struct RowValues {
+    Value scale, max, total;
+  };
+  __device__ auto Scalars(const auto& row) const {
+    const auto load = [&](const A* values) { return row.template LoadRow<LogitsCall::kRow>(values); };
+    return RowValues<decltype(load(max))>{options.Scale(row), load(max), load(total)};
+  }
   __device__ void operator()(auto& row) const {
     Narrow(row);
     (*this)(row, 0, Scalars(row));
   }
 
-  __device__ void operator()(auto& row, int, const auto& scale, auto&... sums_of_columns) const {
+  __device__ void operator()(auto& row, int, const auto& values, auto&... sums_of_columns) const {
     const auto cotangent = row.template Load<1>(dy);
     const auto [z, visible] = options.Load(row, x);
     const auto g = rows::Map([](A g, bool seen) { return seen ? g : A{0}; }, cotangent, visible);
-    const auto sums = row.ReduceExponentials(z, g);
-    const auto factor = row.Each([](A sum, A total) { return total / sum; }, sums.exponentials, sums.sum);
+    const auto factor =
+        row.Each([](A sum, A total) { return sum / total; }, row.template Reduce<rows::Sum>(g), values.total);
     const auto gradient = [](A g, A value, bool seen, A max, A factor) {
       return seen ? g - rows::Exp(value - max) * factor : A{0};
     };
-    const auto dz = rows::Map(gradient, g, z, visible, sums.max, factor);
+    const auto dz = rows::Map(gradient, g, z, visible, values.max, factor);
     if constexpr (kNone) {
       row.Store(dx, dz);
     } else {
-      row.Store(dx, rows::Map([](A dz, A scale) { return dz * scale; }, dz, scale));
+      row.Store(dx, rows::Map([](A dz, A scale) { return dz * scale; }, dz, values.scale));
     }
     (sums_of_columns.Add(row, dz), ...);
   }
 };
 
 Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
-              int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where) {
+              int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool has_max) {
   return ForwardLogits<LogSoftmaxForward>("log_softmax_fwd", stream, args, results,
-                                          {axes, query_axis, key_axis, has_scale, has_bias, has_where});
+                                          {axes, query_axis, key_axis, has_scale, has_bias, has_where, has_max});
 }
 
 Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
                int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool masked,
                bool has_dbias) {
-  const LogitsAttributes attributes = {axes, query_axis, key_axis, has_scale, has_bias, has_where, masked, has_dbias};
+  const LogitsAttributes attributes = {axes,      query_axis,       key_axis, has_scale, has_bias,
+                                       has_where, /*has_max=*/true, masked,   has_dbias};
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogits("log_softmax_bwd", true, attributes, args, results, &call));
   JAXOPS_RETURN_IF_ERROR(CheckType("log_softmax_bwd", "dx", *call.y, call.x->element_type()));
@@ -95,4 +119,4 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
 }  // namespace
 }  // namespace jaxops
 
-JAXOPS_LOGITS_HANDLERS(log_softmax);
+JAXOPS_LOGITS_HANDLERS(log_softmax, .Attr<bool>("has_max"));

@@ -112,15 +112,10 @@ struct LogitsOptions {
       const auto visible = Visible(row);
       return std::pair(row.Keep(rows::Map(logit, raw, visible, Scale(row), row.Same(A{0}))), visible);
     } else if constexpr (Row::kHeld && !Row::P::kAcross && Row::kLay != rows::Lay::kGeneral) {
-      // The bias's dtype is asked for once, not for each pack: else no read could start before the last had ended.
       const auto raw = row.template Load<0>(x);
-      const auto scales = Scale(row);
-      std::pair<typename Row::template Held<A>, HeldBits<Row>> out;
-      row.template WithOperand<Slot::kBias>(bias, A{0}, [&](const auto& biases) {
-        out.second = Visible(row);
-        out.first = row.Keep(rows::Map(logit, raw, out.second, scales, biases));
-      });
-      return out;
+      const auto biases = row.template LoadOperand<Slot::kBias>(bias, A{0});
+      const auto visible = Visible(row);
+      return std::pair(row.Keep(rows::Map(logit, raw, visible, Scale(row), biases)), visible);
     } else {
       const auto raw = row.template Load<0>(x);
       const auto biases = [this, &row](int pack, int column) {
@@ -145,11 +140,11 @@ struct LogitsOptions {
   }
 };
 
-// What the row library wants to know of an op with these options.
-template <Given kGiven, int kInputs_>
+// What the row library wants to know of an op with these options. kRowValues: it has the layout of max and total.
+template <Given kGiven, int kInputs_, bool kRowValues = false>
 struct LogitsOp {
   static constexpr bool kNone = kGiven == Given::kNone;
-  static constexpr int kInputs = kInputs_, kSlots = kNone ? 1 : LogitsCall::kSlots,
+  static constexpr int kInputs = kInputs_, kSlots = kNone ? LogitsCall::kFull + 1 + kRowValues : LogitsCall::kSlots,
                        kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
   static constexpr int kParameters = 0, kSums = 1, kSumSlot = LogitsCall::kSum;
   static constexpr bool kShort = !kNone, kPadded = false;
@@ -173,7 +168,8 @@ Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::Remaini
                     const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, false, attributes, args, results, &call));
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {call.x, call.scale, call.bias, call.where, call.y}));
+  JAXOPS_RETURN_IF_ERROR(
+      rows::CheckAlignment(handler, {call.x, call.scale, call.bias, call.where, call.y, call.max, call.total}));
   return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
     if (call.has_options()) {
       cudaError_t status = cudaSuccess;
@@ -190,7 +186,8 @@ Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::Remaini
 template <template <Given, class, class> class Op>
 Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
                      const AnyBuffer& second) {
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {call.x, call.scale, call.bias, call.where, call.dy, call.y}));
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
+      handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y}));
   return VisitPair(handler, first.element_type(), second.element_type(), [&]<class T, class U> {
     if (call.sums.count) {
       const rows::SumResults<Accumulator<T>> sums(call.sums, call.shape, true, false);

@@ -1,10 +1,11 @@
 // The operands of softmax and log_softmax, checked; shared by the CPU and the CUDA handlers.
-//   forward:  x, [scale], [bias], [where]            -> y
-//   backward: x or y, [scale], [bias], [where], dy   -> dx, [workspace, dbias]
+//   forward:  x, [scale], [bias], [where]                            -> y, [max, total]
+//   backward: x or y, [scale], [bias], [where], [max, total], dy     -> dx, [workspace, dbias]
 // The logits are z = x scale + bias; masked (z = -inf, result 0 or -inf, gradient 0) where `where` is false, and, if
 // query_axis >= 0, where key > query. scale has the accumulator's dtype, bias any floating dtype, where is boolean.
 // softmax's backward pass starts from y: it needs neither bias nor where, and `masked` says that y's zeros may be
-// masked entries, whose gradient is 0 whatever dy is.
+// masked entries, whose gradient is 0 whatever dy is. log_softmax's starts from x and each row's max = max(z) and
+// total = sum(exp(z - max)), which the forward pass gives if they are wanted, of the accumulator's dtype.
 #ifndef JAXOPS_OPS_LOGITS_LOGITS_H_
 #define JAXOPS_OPS_LOGITS_LOGITS_H_
 
@@ -17,16 +18,18 @@ struct LogitsAttributes {
   ffi::Span<const int64_t> axes;
   int64_t query_axis, key_axis;
   bool has_scale, has_bias, has_where;
+  bool has_max = false;                    // and total
   bool masked = false, has_dbias = false;  // of the backward pass
 };
 
 struct LogitsCall {
-  enum Slot { kFull, kScale, kBias, kWhere, kDiagonal, kSum, kSlots };
+  enum Slot { kFull, kRow, kScale, kBias, kWhere, kDiagonal, kSum, kSlots };  // kRow: max and total; kSum: dbias
 
   RowShape<kSlots> shape;
   std::optional<AnyBuffer> x, y;  // forward: operand and result; backward: x or y, and dx
   std::optional<AnyBuffer> dy;    // backward
   std::optional<AnyBuffer> scale, bias, where;
+  std::optional<AnyBuffer> max, total;  // results of the forward pass, operands of the backward pass
   bool causal = false, masked = false;
   SummedResults sums;  // dbias
 
@@ -62,6 +65,13 @@ inline Error ParseLogits(const char* handler, bool backward, const LogitsAttribu
     JAXOPS_RETURN_IF_ERROR(parser.Broadcast(Call::kWhere, "where", *call->where));
     JAXOPS_RETURN_IF_ERROR(CheckType(handler, "where", *call->where, DataType::PRED));
   }
+  if (attributes.has_max) {
+    for (const auto& [name, statistic] : {std::pair{"max", &call->max}, std::pair{"total", &call->total}}) {
+      JAXOPS_RETURN_IF_ERROR(backward ? arg.Take(statistic) : result.Take(statistic));
+      JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, **statistic, accumulator));
+      JAXOPS_RETURN_IF_ERROR(parser.Row(Call::kRow, name, **statistic));
+    }
+  }
   if (backward) {
     JAXOPS_RETURN_IF_ERROR(arg.Take(&call->dy));
     JAXOPS_RETURN_IF_ERROR(parser.Full("dy", *call->dy));
@@ -85,19 +95,19 @@ inline Error ParseLogits(const char* handler, bool backward, const LogitsAttribu
   return Error::Success();
 }
 
-// The handlers of an op, from its file's functions Forward and Backward.
-#define JAXOPS_LOGITS_ATTRIBUTES                \
-  Attr<::xla::ffi::Span<const int64_t>>("axes") \
-      .Attr<int64_t>("query_axis")              \
-      .Attr<int64_t>("key_axis")                \
-      .Attr<bool>("has_scale")                  \
-      .Attr<bool>("has_bias")                   \
+// The handlers of an op, from its file's functions Forward and Backward; `...`: further attributes of the former.
+#define JAXOPS_LOGITS_ATTRIBUTES                     \
+  RemainingArgs()                                    \
+      .RemainingRets()                               \
+      .Attr<::xla::ffi::Span<const int64_t>>("axes") \
+      .Attr<int64_t>("query_axis")                   \
+      .Attr<int64_t>("key_axis")                     \
+      .Attr<bool>("has_scale")                       \
+      .Attr<bool>("has_bias")                        \
       .Attr<bool>("has_where")
-#define JAXOPS_LOGITS_HANDLERS(op)                                                                     \
-  JAXOPS_HANDLER(op##_fwd, jaxops::Forward, RemainingArgs().RemainingRets().JAXOPS_LOGITS_ATTRIBUTES); \
-  JAXOPS_HANDLER(                                                                                      \
-      op##_bwd, jaxops::Backward,                                                                      \
-      RemainingArgs().RemainingRets().JAXOPS_LOGITS_ATTRIBUTES.Attr<bool>("masked").Attr<bool>("has_dbias"))
+#define JAXOPS_LOGITS_HANDLERS(op, ...)                                            \
+  JAXOPS_HANDLER(op##_fwd, jaxops::Forward, JAXOPS_LOGITS_ATTRIBUTES __VA_ARGS__); \
+  JAXOPS_HANDLER(op##_bwd, jaxops::Backward, JAXOPS_LOGITS_ATTRIBUTES.Attr<bool>("masked").Attr<bool>("has_dbias"))
 
 }  // namespace jaxops
 

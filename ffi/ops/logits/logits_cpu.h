@@ -49,7 +49,7 @@ JAXOPS_INLINE void FillLogits(const Loop& loop, const A* x, const Value& scale, 
   FillMasked(loop, visible, -std::numeric_limits<A>::infinity(), z);
 }
 
-// Calls body(loop, z, visible, y) for every row or bundle of a forward call; z may be y.
+// Calls body(loop, position, z, visible, y) for every row or bundle of a forward call; z may be y.
 template <class Body>
 Error MapLogits(const char* handler, Device& pool, const LogitsCall& call, const Body& body) {
   using Call = LogitsCall;
@@ -65,14 +65,14 @@ Error MapLogits(const char* handler, Device& pool, const LogitsCall& call, const
           A* const y = out[0];
           const Visible<A> visible(where, diagonal);
           if (composed) FillLogits(loop, x, Scales(loop, position, scale), bias, visible, y);
-          body(loop, composed ? y : x, visible, y);
+          body(loop, position, composed ? y : x, visible, y);
         });
     return Error::Success();
   });
 }
 
-// Calls body(loop, z or y, visible, dy, dz) for every row or bundle of a backward call, and makes dx = dz scale and
-// dbias of dz. logits: whether the first operand is x, to be made z, which may then be dz.
+// Calls body(loop, position, z or y, visible, dy, dz) for every row or bundle of a backward call, and makes
+// dx = dz scale and dbias of dz. logits: whether the first operand is x, to be made z, which may then be dz.
 template <class Body>
 Error MapGradient(const char* handler, Device& pool, const LogitsCall& call, bool logits, const Body& body) {
   using Call = LogitsCall;
@@ -90,7 +90,7 @@ Error MapGradient(const char* handler, Device& pool, const LogitsCall& call, boo
           const Visible<A> visible(where, diagonal);
           const auto scales = Scales(loop, position, scale);
           if (composed) FillLogits(loop, x, scales, bias, visible, dz);
-          body(loop, composed ? dz : x, visible, dy, dz);
+          body(loop, position, composed ? dz : x, visible, dy, dz);
           if (has_dbias) loop.AddColumns([&](int64_t i, int64_t) { return dz[i]; }, sums.Partial(0, position.task));
           if (scale) loop.ForEach([&](int64_t i, int64_t w) { dz[i] *= scales[w]; });
         });

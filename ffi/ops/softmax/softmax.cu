@@ -87,7 +87,8 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
 Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
                int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool masked,
                bool has_dbias) {
-  const LogitsAttributes attributes = {axes, query_axis, key_axis, has_scale, has_bias, has_where, masked, has_dbias};
+  const LogitsAttributes attributes = {axes,      query_axis,        key_axis, has_scale, has_bias,
+                                       has_where, /*has_max=*/false, masked,   has_dbias};
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogits("softmax_bwd", true, attributes, args, results, &call));
   if (has_bias || has_where) return Invalid("softmax_bwd", "takes neither bias nor where");

@@ -34,7 +34,8 @@ Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, 
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogits(
       handler, /*backward=*/false, {axes, query_axis, key_axis, has_scale, has_bias, has_where}, args, results, &call));
-  return MapLogits(handler, pool, call, [](const auto&... row) { ForwardRow(row...); });
+  return MapLogits(handler, pool, call,
+                   [](const auto& loop, const auto&, const auto&... row) { ForwardRow(loop, row...); });
 }
 
 Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
@@ -42,11 +43,12 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                bool has_dbias) {
   const char* handler = "softmax_bwd";
   LogitsCall call;
-  JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, /*backward=*/true,
-                                     {axes, query_axis, key_axis, has_scale, has_bias, has_where, masked, has_dbias},
-                                     args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(
+      ParseLogits(handler, /*backward=*/true,
+                  {axes, query_axis, key_axis, has_scale, has_bias, has_where, /*has_max=*/false, masked, has_dbias},
+                  args, results, &call));
   return MapGradient(handler, pool, call, /*logits=*/false,
-                     [=](const auto& loop, const auto* y, const auto&, const auto* dy, auto* dz) {
+                     [=](const auto& loop, const auto&, const auto* y, const auto&, const auto* dy, auto* dz) {
                        BackwardRow(masked, loop, y, dy, dz);
                      });
 }
