@@ -72,7 +72,7 @@ bench: build
 # The row kernels for CUDA on this machine's processor, each of their threads a fiber: their results, without a GPU. Needs
 # the CUDA toolkit's headers.
 emulate: build
-	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/variant.sh $(python) emulate -DJAXOPS_EMULATE=ON -- -n 2 \
+	HEADERS=$(CURDIR)/$(headers)/jaxlib/include JOBS=2 tools/variant.sh $(python) emulate -DJAXOPS_EMULATE=ON -- \
 	  tests/test_softmax.py tests/test_logits.py tests/test_norm.py tests/test_rows.py tests/test_contract.py \
 	  tests/test_frames.py tests/test_fuzz.py -k 'not cuda and not matmul' $(ARGS)
 

@@ -47,7 +47,7 @@ def save_only_these_ops(*ops: str) -> Callable[..., bool]:
       ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "matmul".
 
     Returns:
-      A policy. What an op's backward pass needs besides its operands (the statistics of a norm, a preactivation) counts
+      A policy. What an op's backward pass needs besides its operands (a row's statistics, a preactivation) counts
       as its result.
 
     Raises:

@@ -8,6 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+import jaxops
+
+# Of tools/variant.sh: where the package under test is.
+if not jaxops.__file__.startswith(os.environ.get("JAXOPS_SITE", "")):
+    raise ImportError(f"the tests are for {os.environ['JAXOPS_SITE']}, but jaxops is {jaxops.__file__}")
+
 
 @pytest.fixture
 def rng(request):

@@ -379,6 +379,23 @@ def test_unwanted_gradients_cost_nothing(op, rng):
     assert "reduce_sum" not in backward_of((0, 2))[0].split(f"jaxops_{op}_bwd")[1]
 
 
+@every_op
+def test_masked_entries_may_hold_anything_in_second_derivatives(op, rng):
+    """The gradient with respect to the scale of a tangent, which multiplies the scale by x."""
+    x = rng.standard_normal((3, 7)).astype(np.float32)
+    mask = rng.random(x.shape) < 0.7
+    mask[:, 0] = True
+    dirty = np.where(mask, x, np.array([np.nan, INF, -INF] * 7).reshape(3, 7).astype(np.float32))
+
+    def through_tangent(x, scale):
+        value, tangent = jax.jvp(lambda s: OPS[op][0](x, where=mask, scale=s), (scale,), (1.0,))
+        return jnp.sum(jnp.sin(jnp.where(mask, value, 0)) * tangent)
+
+    clean, got = (jax.grad(through_tangent, 1)(jnp.asarray(v), 1.5) for v in (x, dirty))
+    assert np.isfinite(clean)
+    np.testing.assert_allclose(got, clean, rtol=1e-5)
+
+
 def test_bias_without_effect_has_no_gradient_kernel(rng):
     """What is added to whole rows changes nothing: its gradient is zero, to the bit."""
     x, bias = draw(rng, ("bias",), bias_shape=(3, 5, 1))

@@ -114,10 +114,11 @@ def periodic(op, x, dy, count, scale=1.0, bias=0.0, epsilon=1e-6):
     x, dy, scale = (np.asarray(v).astype(np.float64) for v in (x, dy, scale))
     if op in LOGITS:
         p = np.exp(x - x.max())
-        p /= p.sum() * count
+        total = p.sum() * count
+        p /= total
         if op == "softmax":
             return p, p * (dy - (p * dy).sum() * count), ()
-        return np.log(p), dy - p * dy.sum() * count, ()
+        return np.log(p), dy - p * dy.sum() * count, (x.max(), total)
     mean = x.mean() if op == "layer_norm" else 0.0
     rstd = 1 / np.sqrt(np.square(x - mean).mean() + epsilon)
     normalised, g = (x - mean) * rstd, dy * scale

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the CPU half in a way of its own, beside the installed one, and runs tests on it:
 #   tools/variant.sh PYTHON NAME CMAKE_OPTION... -- PYTEST_ARGUMENT...
+# JOBS: how many tests run at once, 1 by default.
 # HEADERS: the directory of XLA's FFI headers; by default those of the Python's jaxlib. PRELOAD: what the tests' Python
 # loads first.
 set -euo pipefail
@@ -22,5 +23,8 @@ cp -r jaxops "$site"
 rm -f "$site"/jaxops/_c*.so
 cp "$build"/_cpu*.so "$site/jaxops"
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-LD_PRELOAD=${PRELOAD:-} JAX_PLATFORMS=cpu PYTHONPATH=$PWD/$site:$packages \
-  "$python" -S -P -m pytest -q -p no:cacheprovider "$@"
+python="$(realpath -s "$python") -S -P"
+spread=()
+[ "${JOBS:-1}" = 1 ] || spread=(--dist load --tx "$JOBS*popen//python=$python")
+export JAXOPS_SITE=$PWD/$site LD_PRELOAD=${PRELOAD:-} JAX_PLATFORMS=cpu PYTHONPATH=$PWD/$site:$packages
+$python -m pytest -q -p no:cacheprovider "${spread[@]}" "$@"

@@ -50,13 +50,12 @@ struct EachBy {
   }
 };
 
-// (max, sum of exp(x - max), any sum): the first two joined as Milakov and Gimelshein do (2018). A set in which
-// everything is -inf has sum 0.
+// (max, sum of exp(x - max)), joined as Milakov and Gimelshein do (2018). A set in which everything is -inf has sum 0.
 struct Exponentials {
   template <class A>
-  static __device__ Values<A, 3> Join(const Values<A, 3>& a, const Values<A, 3>& b) {
+  static __device__ Values<A, 2> Join(const Values<A, 2>& a, const Values<A, 2>& b) {
     const A max = Max::Join(a.v[0], b.v[0]), origin = FiniteOrZero(max);
-    return {max, a.v[1] * Exp(a.v[0] - origin) + b.v[1] * Exp(b.v[0] - origin), a.v[2] + b.v[2]};
+    return {max, a.v[1] * Exp(a.v[0] - origin) + b.v[1] * Exp(b.v[0] - origin)};
   }
   // What to subtract before exp: -inf - -inf would be NaN.
   template <class A>

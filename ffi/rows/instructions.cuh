@@ -6,7 +6,7 @@
 
 namespace jaxops::rows {
 
-// 2^x: 2 ulp plus |x| / 2 ulp of the argument; denormal results are 0.
+// 2^x to 2 ulp; denormal results are 0.
 __device__ inline float Exp2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -194,7 +194,11 @@ __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
 }
 
 // Rows of which each thread works on several, so that few would leave most multiprocessors without work.
+#ifdef JAXOPS_EMULATED
+inline constexpr int64_t kManyBlocks = 1;  // for its tests to reach every placement
+#else
 inline constexpr int64_t kManyBlocks = 132;
+#endif
 
 template <class P, int kV, Lay kLay>
 bool Fits(int64_t rows, int64_t columns, bool rows_alike, int capability) {

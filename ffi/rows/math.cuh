@@ -9,8 +9,8 @@
 
 namespace jaxops::rows {
 
-// exp(x) = 2^(x log2 e). Arguments here are differences to a row's maximum, so that the error relative to the row's
-// largest exponential, 1, stays below 1 ulp.
+// exp(x) = 2^(x log2 e): 2 ulp plus |x| / 2 ulp of the argument. Arguments here are differences to a row's maximum, so
+// that the error relative to the row's largest exponential, 1, stays below 1 ulp.
 __device__ inline float Exp(float x) { return Exp2(x * 1.4426950408889634f); }
 __device__ inline double Exp(double x) { return exp(x); }
 // exp(x) / 2^log2_divisor for results of 16 bits: the argument is rounded to 2^-24 of its size, the logarithm to 2^-22.

@@ -330,14 +330,14 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     }
   }
 
-  struct MaxAndSums {
-    PerRow<A> max, exponentials, sum;
+  struct MaxAndTotal {
+    PerRow<A> max, total;
   };
-  // max(x), sum(exp(x - max(x))) and the sum of another expression, for one
-  // exchange between warps.
-  template <class E, class... F>
-  __device__ MaxAndSums ReduceExponentials(const E& x, const F&... added) {
+  // max(x) and the total of exp(x - max(x)), for one exchange between warps.
+  template <class E>
+  __device__ MaxAndTotal ReduceExponentials(const E& x) {
     const auto finite = [](A max) { return Exponentials::FiniteOrZero(max); };
+    const auto exponential = [](A value, A origin) { return Exp(value - origin); };
     if constexpr (kHeld && P::kAcross) {
       // So many rows a thread that a second exchange is cheaper than the
       // exponentials of the joins.
@@ -345,34 +345,24 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       FoldMax(maxima, x);
       exchange_.template Join<EachBy<Max>>(maxima);
       const PerRow<A> max = Component<0>(maxima);
-      const auto exponentials = Map([](A value, A o) { return Exp(value - o); }, x, Each(finite, max));
-      if constexpr (sizeof...(F) == 0) {
-        return {max, Reduce<Sum>(exponentials), Same(0)};
-      } else {
-        const Two sums = Reduce<Sum>(exponentials, added...);
-        return {max, sums.first, sums.second};
-      }
+      return {max, Reduce<Sum>(Map(exponential, x, Each(finite, max)))};
     }
-    Values<A, 3> values[kRows];
+    Values<A, 2> values[kRows];
     if constexpr (kHeld) {
       Values<A, 1> max[kRows];
       FoldMax(max, x);
       JoinWarp<P, EachBy<Max>>(max);
-      PerRow<A> origin;
+      Values<A, 1> totals[kRows];
+      Fold<Sum>(totals, Nothing{}, Map(exponential, x, Each(finite, Component<0>(max))));
+      JoinWarp<P, EachBy<Sum>>(totals);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) origin.value[r] = finite(max[r].v[0]);
-      const auto exponentials = Map([](A value, A o) { return Exp(value - o); }, x, origin);
-      Values<A, 1 + sizeof...(F)> sums[kRows];
-      Fold<Sum>(sums, Nothing{}, exponentials, added...);
-      JoinWarp<P, EachBy<Sum>>(sums);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) values[r] = {max[r].v[0], sums[r].v[0], sums[r].v[sizeof...(F)]};
+      for (int r = 0; r < kRows; ++r) values[r] = {max[r].v[0], totals[r].v[0]};
       exchange_.template JoinWarps<Exponentials>(values);
     } else {
-      FoldExponentials(values, x, added...);
+      FoldExponentials(values, x);
       exchange_.template Join<Exponentials>(values);
     }
-    return {Component<0>(values), Component<1>(values), Component<2>(values)};
+    return {Component<0>(values), Component<1>(values)};
   }
 
  private:
@@ -467,12 +457,12 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     }
   }
 
-  // A streamed row's share of max, sum of exponentials and sum, in one walk; in
+  // A streamed row's share of max and total of exponentials, in one walk; in
   // runs as Fold.
-  template <class E, class... F>
-  __device__ void FoldExponentials(Values<A, 3> (&out)[kRows], const E& x, const F&... added) const {
-    const Values<A, 3> nothing = {Max::Identity<A>(), 0, 0};
-    Values<A, 3> run[kRows];
+  template <class E>
+  __device__ void FoldExponentials(Values<A, 2> (&out)[kRows], const E& x) const {
+    const Values<A, 2> nothing = {Max::Identity<A>(), 0};
+    Values<A, 2> run[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) out[r] = run[r] = nothing;
     const auto flush = [&] {
@@ -484,41 +474,26 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     };
     if constexpr (P::kAcross) {
       // Joins cost two exponentials each: a row's values of several columns first.
-      const auto sum = [](const auto& e, auto... columns) {
-        return [... values = e(0, columns)](int i) { return (values(i) + ...); };
-      };
-      const auto add = [&](auto... columns) {
-        const auto join = [&](const auto& sums, const auto&... values) {
+      const auto join = [&](const auto&... values) {
 #pragma unroll
-          for (int i = 0; i < kV; ++i) {
-            A max = Max::Identity<A>();
-            ((max = Max::Join(max, values(i))), ...);
-            const A origin = Exponentials::FiniteOrZero(max);
-            run[i] = Exponentials::Join(run[i], {max, (Exp(values(i) - origin) + ...), sums(i)});
-          }
-        };
-        if constexpr (sizeof...(F) == 0) {
-          join([](int) { return A{0}; }, x(0, columns)...);
-        } else {
-          join(sum(added..., columns...), x(0, columns)...);
+        for (int i = 0; i < kV; ++i) {
+          A max = Max::Identity<A>();
+          ((max = Max::Join(max, values(i))), ...);
+          const A origin = Exponentials::FiniteOrZero(max);
+          run[i] = Exponentials::Join(run[i], {max, (Exp(values(i) - origin) + ...)});
         }
       };
-      this->template ForEachFewPacks<8>(add, flush);
+      this->template ForEachFewPacks<8>([&](auto... columns) { join(x(0, columns)...); }, flush);
     } else {
       const auto add = [&](int pack, int column) {
-        const auto join = [&](const auto& value, const auto&... extra) {
-          Values<A, 3> part = nothing;
+        const auto value = x(pack, column);
+        Values<A, 2> part = nothing;
 #pragma unroll
-          for (int i = 0; i < kV; ++i) part.v[0] = Max::Join(part.v[0], value(i));
-          const A origin = Exponentials::FiniteOrZero(part.v[0]);
+        for (int i = 0; i < kV; ++i) part.v[0] = Max::Join(part.v[0], value(i));
+        const A origin = Exponentials::FiniteOrZero(part.v[0]);
 #pragma unroll
-          for (int i = 0; i < kV; ++i) {
-            part.v[1] += Exp(value(i) - origin);
-            part.v[2] += (A{0} + ... + extra(i));
-          }
-          run[0] = Exponentials::Join(run[0], part);
-        };
-        join(x(pack, column), added(pack, column)...);
+        for (int i = 0; i < kV; ++i) part.v[1] += Exp(value(i) - origin);
+        run[0] = Exponentials::Join(run[0], part);
       };
       ForEachPack(add, flush);
     }

@@ -47,10 +47,10 @@ def visible(mask, x):
 
 def plain_logits(rows: Rows, x, scale, bias, where, **causal):
     """The logits in the accumulator's dtype, -inf where they are masked, and the mask."""
-    z = x.astype(accumulator(x.dtype))
+    mask = plain_mask(rows, x.shape, where, **causal)
+    z = visible(mask, x.astype(accumulator(x.dtype)))  # what is masked may be anything
     z = z if scale is None else z * scale
     z = z if bias is None else z + bias.astype(z.dtype)
-    mask = plain_mask(rows, x.shape, where, **causal)
     return z if mask is None else jnp.where(mask, z, -jnp.inf), mask
 
 

@@ -36,10 +36,11 @@ def _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **
 
 
 def _tangent(kernels, rows, x, _, scale, bias, where, max, total, dx, dscale, dbias, *, dtype, masked, **causal):
-    """dy = dz - <p, dz>, with the probabilities p = exp(z - max) / total."""
-    del kernels, masked
+    """dy = dz - <p, dz>, with the probabilities p = exp(z - max) / sum(exp(z - max))."""
+    del kernels, masked, total  # which belongs to other roundings of z
     exponentials, dz, mask = _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **causal)
-    return (_logits.visible(mask, dz - rows.sum(exponentials * dz)[0] / total).astype(dtype),)
+    moved, total = rows.sum(exponentials * dz, exponentials)
+    return (_logits.visible(mask, dz - moved / total).astype(dtype),)
 
 
 def _total_tangent(*operands, **causal):

@@ -4,6 +4,7 @@
 #include <ucontext.h>
 
 #include <atomic>
+#include <cstdio>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -21,7 +22,16 @@ thread_local dim3 gridDim;
 namespace emulator {
 namespace {
 
-constexpr size_t kStackBytes = 256 << 10;
+constexpr size_t kStackBytes = 256 << 10, kEdge = 64;  // of a stack, which must be left alone
+
+// A kernel's mistake ends the process: there is nobody to tell of it.
+void Require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "emulator: %s\n", what);
+  std::abort();
+}
+
+constexpr char kPoison = -1;  // bytes of NaN
 
 struct Copy {
   char* target;
@@ -51,7 +61,7 @@ struct Warp {
 
 struct Cluster {
   std::mutex mutex;
-  std::vector<char*> shared;  // of its blocks
+  std::vector<char*> shared;  // of its blocks; null once they have ended
   std::atomic<int> arrived = 0;
   int threads = 0;
 };
@@ -117,14 +127,17 @@ void RunBlock(const cudaLaunchConfig_t& config, unsigned index, uint32_t rank, C
   mine.warps = std::vector<Warp>((threads + 31) / 32);
   mine.all.size = mine.left = threads;
   mine.body = &body;
-  std::memset(jaxops::rows::shared, 0xff, sizeof(jaxops::rows::shared));
+  const size_t dynamic = config.dynamicSmemBytes;
+  Require(dynamic <= sizeof(jaxops::rows::shared), "more shared memory than there is");
+  std::memset(jaxops::rows::shared, kPoison, sizeof(jaxops::rows::shared));
   char* const stacks = static_cast<char*>(
       mmap(nullptr, threads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  if (stacks == MAP_FAILED) std::abort();
+  Require(stacks != MAP_FAILED, "no memory for stacks");
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = mine.fibers[t];
     fiber.thread = {static_cast<unsigned>(t), 0, 0};
     ++mine.warps[t / 32].meeting.size;
+    std::memset(stacks + t * kStackBytes, kPoison, kEdge);
     getcontext(&fiber.context);
     fiber.context.uc_stack = {.ss_sp = stacks + t * kStackBytes, .ss_flags = 0, .ss_size = kStackBytes};
     makecontext(&fiber.context, RunFiber, 0);
@@ -133,6 +146,13 @@ void RunBlock(const cudaLaunchConfig_t& config, unsigned index, uint32_t rank, C
   threadIdx = mine.fibers[0].thread;
   swapcontext(&mine.caller, &mine.fibers[0].context);
   block = nullptr;
+  const auto is_poison = [](char byte) { return byte == kPoison; };
+  Require(std::all_of(jaxops::rows::shared + dynamic, std::end(jaxops::rows::shared), is_poison),
+          "writes behind its dynamic shared memory");
+  for (int t = 0; t < threads; ++t) {
+    const char* const edge = stacks + t * kStackBytes;
+    Require(std::all_of(edge, edge + kEdge, is_poison), "a stack overflowed");
+  }
   munmap(stacks, threads * kStackBytes);
 }
 
@@ -164,6 +184,9 @@ uint64_t Exchange(uint64_t value, int source) {
 }
 
 void BeginCopy(uint32_t target, const void* source, int bytes, int inside) {
+  const bool aligned = target % bytes == 0 && reinterpret_cast<uintptr_t>(source) % bytes == 0;
+  Require(aligned && inside >= 0 && inside <= bytes, "a copy that is not aligned, or of too many bytes");
+  std::memset(Shared() + target, kPoison, bytes);
   block->fiber().copies.push_back({Shared() + target, source, bytes, inside});
 }
 void CommitCopies() {
@@ -204,8 +227,9 @@ void WaitForBytes(uint64_t* barrier, uint32_t parity) {
 }
 void SendToBlock(const void* value, int bytes, void* target, uint64_t* barrier, uint32_t rank) {
   Cluster& cluster = *block->cluster;
-  const auto there = [&](void* here) { return cluster.shared[rank] + (static_cast<char*>(here) - Shared()); };
   const std::lock_guard lock(cluster.mutex);
+  Require(cluster.shared[rank], "sends to a block that has ended");
+  const auto there = [&](void* here) { return cluster.shared[rank] + (static_cast<char*>(here) - Shared()); };
   std::memcpy(there(target), value, bytes);
   AddBytes(reinterpret_cast<uint64_t*>(there(barrier)), -bytes, false);
 }
@@ -227,8 +251,8 @@ void RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thre
         cluster.shared[rank] = Shared();
         for (++ready; ready < size;) std::this_thread::yield();
         RunBlock(config, first + rank, rank, &cluster, thread);
-        // Its memory stays until all have ended.
-        for (++ready; ready < 2 * size;) std::this_thread::yield();
+        const std::lock_guard lock(cluster.mutex);
+        cluster.shared[rank] = nullptr;
       });
     }
     for (std::thread& one : blocks) one.join();

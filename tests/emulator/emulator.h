@@ -1,6 +1,10 @@
 // Lets the host's compiler read the CUDA sources, and the host run their kernels: included before each of them.
 // A thread of a block is a fiber, a block an operating system's thread with its fibers, `__shared__` therefore
-// thread_local. Copies that the hardware would do asynchronously are done as late as the kernel allows.
+// thread_local. Fibers change where they wait for each other only, in the order of their numbers: races that need
+// another order do not show (make sanitize-gpu finds those). Copies that the hardware would do asynchronously are done
+// as late as the kernel allows, and their targets are poisoned as early. Dynamic shared memory is poisoned before and
+// checked behind; static shared memory keeps what the last block on its thread left. JAXOPS_EMULATED_CAPABILITY, 90 by
+// default, is that of the GPU.
 #ifndef JAXOPS_TESTS_EMULATOR_EMULATOR_H_
 #define JAXOPS_TESTS_EMULATOR_EMULATOR_H_
 
@@ -11,6 +15,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <optional>
@@ -74,7 +79,8 @@ cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int
 template <class... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Parameters...)) {
   *attributes = {};
-  attributes->ptxVersion = 90;
+  const char* const capability = std::getenv("JAXOPS_EMULATED_CAPABILITY");
+  attributes->ptxVersion = capability ? std::atoi(capability) : 90;
   return cudaSuccess;
 }
 template <class... Parameters>

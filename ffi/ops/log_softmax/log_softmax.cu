@@ -26,12 +26,12 @@ struct LogSoftmaxForward : LogitsOp<kGiven, 1, /*kRowValues=*/true> {
     const auto sums = row.ReduceExponentials(z);
     if (max_out) {
       row.template StoreRow<LogitsCall::kRow>(max_out, sums.max);
-      row.template StoreRow<LogitsCall::kRow>(total_out, sums.exponentials);
+      row.template StoreRow<LogitsCall::kRow>(total_out, sums.total);
     }
-    const auto log_total = row.Each([](A total) { return rows::Log(total); }, sums.exponentials);
+    const auto log_total = row.Each([](A total) { return rows::Log(total); }, sums.total);
     const auto difference = [](A value, A max, A log_total) { return (value - max) - log_total; };
     const auto y_of_visible = rows::Map(difference, z, sums.max, log_total);
-    if (options.Ordinary(row, sums.exponentials)) {
+    if (options.Ordinary(row, sums.total)) {
       row.Store(y, y_of_visible, kMasked);
     } else {
       row.Store(y, rows::Map([](A value, bool seen) { return seen ? value : kMasked; }, y_of_visible, visible),
@@ -68,12 +68,12 @@ struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
   __device__ void Narrow(auto& row) const { options.Narrow(row); }
   __device__ int Parameters(const auto&) const { return 0; }
   template <class Value>
-  struct RowValues {
+  struct OfRow {
     Value scale, max, total;
   };
   __device__ auto Scalars(const auto& row) const {
     const auto load = [&](const A* values) { return row.template LoadRow<LogitsCall::kRow>(values); };
-    return RowValues<decltype(load(max))>{options.Scale(row), load(max), load(total)};
+    return OfRow<decltype(load(max))>{options.Scale(row), load(max), load(total)};
   }
   __device__ void operator()(auto& row) const {
     Narrow(row);

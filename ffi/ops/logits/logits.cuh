@@ -136,7 +136,11 @@ struct LogitsOptions {
 
   template <class Row>
   __device__ auto Scale(const Row& row) const {
-    return scale ? row.template LoadRow<Slot::kScale>(scale) : row.Same(A{1});
+    if constexpr (kNone) {
+      return row.Same(A{1});
+    } else {
+      return scale ? row.template LoadRow<Slot::kScale>(scale) : row.Same(A{1});
+    }
   }
 };
 
@@ -144,6 +148,7 @@ struct LogitsOptions {
 template <Given kGiven, int kInputs_, bool kRowValues = false>
 struct LogitsOp {
   static constexpr bool kNone = kGiven == Given::kNone;
+  static_assert(LogitsCall::kRow == LogitsCall::kFull + 1);
   static constexpr int kInputs = kInputs_, kSlots = kNone ? LogitsCall::kFull + 1 + kRowValues : LogitsCall::kSlots,
                        kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
   static constexpr int kParameters = 0, kSums = 1, kSumSlot = LogitsCall::kSum;

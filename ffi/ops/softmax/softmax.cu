@@ -20,15 +20,15 @@ struct SoftmaxForward : LogitsOp<kGiven, 1> {
     const auto y_of_visible = [&] {
       if constexpr (sizeof(U) > 2) {
         using Quotient = rows::Divisor<A>;
-        const auto total = row.Each([](A sum) { return Quotient(sum); }, sums.exponentials);
+        const auto total = row.Each([](A sum) { return Quotient(sum); }, sums.total);
         const auto quotient = [](A value, A max, Quotient sum) { return rows::Exp(value - max) / sum; };
         return rows::Map(quotient, z, sums.max, total);
       } else {
-        const auto log2_sum = row.Each([](A sum) { return rows::Log2(sum); }, sums.exponentials);
+        const auto log2_sum = row.Each([](A sum) { return rows::Log2(sum); }, sums.total);
         return rows::Map([](A value, A max, A sum) { return rows::ExpOver(value - max, sum); }, z, sums.max, log2_sum);
       }
     }();
-    if (options.Ordinary(row, sums.exponentials)) {
+    if (options.Ordinary(row, sums.total)) {
       row.Store(y, y_of_visible);
     } else {
       row.Store(y, rows::Map([](A value, bool seen) { return seen ? value : A{0}; }, y_of_visible, visible));
