@@ -106,7 +106,7 @@ class RowPacks {
       geometry_.rows.Offsets(live_[s] ? wanted : end - (P::kAcross ? kV : 1), offsets_[s]);
 #pragma unroll
       for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += group[slot];
-      shift_[s] = kShifted ? static_cast<int>(offsets_[s][0] % kV) : 0;
+      if constexpr (kShifted) shift_[s] = static_cast<int>(offsets_[s][0] % kV);
       if constexpr (kLay != Lay::kGeneral) {
 #pragma unroll
         for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += FirstColumn(s) * ColumnStride(slot);
@@ -302,7 +302,7 @@ class RowPacks {
     return inside;
   }
 
-  __device__ int FirstColumn(int start) const { return lane_ * kWide - shift_[start]; }
+  __device__ int FirstColumn(int start) const { return lane_ * kWide - (kShifted ? shift_[start] : 0); }
   __device__ int64_t ColumnStride(int slot) const {
     return slot == 0 && !P::kAcross ? 1 : geometry_.columns.strides[0][slot];
   }
@@ -315,7 +315,7 @@ class RowPacks {
   const G& geometry_;
   int lane_;
   int64_t offsets_[kStarts][G::kSlots];
-  int shift_[kStarts];
+  int shift_[kStarts];  // of unaligned rows: the columns of their first pack that come before the row
   bool live_[kStarts];
   int limit_ = std::numeric_limits<int>::max();
 };

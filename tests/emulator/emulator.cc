@@ -13,7 +13,7 @@
 
 // Of blocks, as the kernels declare it.
 namespace jaxops::rows {
-alignas(128) thread_local char shared[232448];
+alignas(128) thread_local char shared[232448 + 4096];
 }
 
 thread_local uint3 threadIdx, blockIdx;
@@ -22,7 +22,13 @@ thread_local dim3 gridDim;
 namespace emulator {
 namespace {
 
-constexpr size_t kStackBytes = 256 << 10, kEdge = 64;  // of a stack, which must be left alone
+constexpr size_t kStackBytes = 256 << 10;
+constexpr size_t kStackEdge = 64, kSharedEdge = 4096;  // what lies behind a stack or shared memory and is left alone
+constexpr char kPoison = -1;                           // bytes of NaN
+
+bool Poisoned(const char* begin, const char* end) {
+  return std::all_of(begin, end, [](char byte) { return byte == kPoison; });
+}
 
 // A kernel's mistake ends the process: there is nobody to tell of it.
 void Require(bool holds, const char* what) {
@@ -30,8 +36,6 @@ void Require(bool holds, const char* what) {
   std::fprintf(stderr, "emulator: %s\n", what);
   std::abort();
 }
-
-constexpr char kPoison = -1;  // bytes of NaN
 
 struct Copy {
   char* target;
@@ -108,6 +112,31 @@ struct Block {
 
 thread_local Block* block = nullptr;
 
+// The stacks of a block's fibers, kept for the thread's next block.
+class Stacks {
+ public:
+  ~Stacks() { Free(); }
+  char* Get(size_t count) {
+    if (count > count_) {
+      Free();
+      void* const memory = mmap(nullptr, count * kStackBytes, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      Require(memory != MAP_FAILED, "no memory for stacks");
+      memory_ = static_cast<char*>(memory);
+      count_ = count;
+    }
+    return memory_;
+  }
+
+ private:
+  void Free() {
+    if (count_) munmap(memory_, count_ * kStackBytes);
+  }
+  char* memory_ = nullptr;
+  size_t count_ = 0;
+};
+thread_local Stacks stacks_of_thread;
+
 void RunFiber() {
   (*block->body)();
   block->fiber().done = true;
@@ -128,16 +157,15 @@ void RunBlock(const cudaLaunchConfig_t& config, unsigned index, uint32_t rank, C
   mine.all.size = mine.left = threads;
   mine.body = &body;
   const size_t dynamic = config.dynamicSmemBytes;
-  Require(dynamic <= sizeof(jaxops::rows::shared), "more shared memory than there is");
-  std::memset(jaxops::rows::shared, kPoison, sizeof(jaxops::rows::shared));
-  char* const stacks = static_cast<char*>(
-      mmap(nullptr, threads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  Require(stacks != MAP_FAILED, "no memory for stacks");
+  Require(dynamic + kSharedEdge <= sizeof(jaxops::rows::shared), "more shared memory than there is");
+  char* const behind_shared = jaxops::rows::shared + dynamic;
+  std::memset(jaxops::rows::shared, kPoison, dynamic + kSharedEdge);
+  char* const stacks = stacks_of_thread.Get(threads);
   for (int t = 0; t < threads; ++t) {
     Fiber& fiber = mine.fibers[t];
     fiber.thread = {static_cast<unsigned>(t), 0, 0};
     ++mine.warps[t / 32].meeting.size;
-    std::memset(stacks + t * kStackBytes, kPoison, kEdge);
+    std::memset(stacks + t * kStackBytes, kPoison, kStackEdge);
     getcontext(&fiber.context);
     fiber.context.uc_stack = {.ss_sp = stacks + t * kStackBytes, .ss_flags = 0, .ss_size = kStackBytes};
     makecontext(&fiber.context, RunFiber, 0);
@@ -146,14 +174,11 @@ void RunBlock(const cudaLaunchConfig_t& config, unsigned index, uint32_t rank, C
   threadIdx = mine.fibers[0].thread;
   swapcontext(&mine.caller, &mine.fibers[0].context);
   block = nullptr;
-  const auto is_poison = [](char byte) { return byte == kPoison; };
-  Require(std::all_of(jaxops::rows::shared + dynamic, std::end(jaxops::rows::shared), is_poison),
-          "writes behind its dynamic shared memory");
+  Require(Poisoned(behind_shared, behind_shared + kSharedEdge), "writes behind its dynamic shared memory");
   for (int t = 0; t < threads; ++t) {
     const char* const edge = stacks + t * kStackBytes;
-    Require(std::all_of(edge, edge + kEdge, is_poison), "a stack overflowed");
+    Require(Poisoned(edge, edge + kStackEdge), "a stack overflowed");
   }
-  munmap(stacks, threads * kStackBytes);
 }
 
 // A barrier that counts bytes, in the 64 bits that the kernel has for it.
