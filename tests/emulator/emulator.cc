@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cstdio>
 #include <deque>
-#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
