@@ -191,6 +191,20 @@ def test_long_rows(op, rng):
 
 
 @every_op
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("shape", [(1, 5003, 8), (2, 4099, 3)], ids=str)
+def test_long_rows_across(op, dtype, shape, rng):
+    """A row over several blocks, with options and without."""
+    x, scale = draw(rng, ("scale",), dtype=dtype, shape=shape)
+    mask, cotangent = draw_mask(rng, (shape[1], 1)), jnp.asarray(rng.standard_normal(shape), dtype)
+    for where in (mask, None):
+        got = run(lambda x, s, m=where: OPS[op][0](x, 1, m, scale=s), x, scale, cotangent=cotangent)
+        check(op, got, (x, scale), cotangent, ("scale",), 1, where=where, what=f"where={where is not None}")
+    got = run(lambda x: OPS[op][0](x, 1), x, cotangent=cotangent)
+    check(op, got, (x,), cotangent, (), 1, what="no options")
+
+
+@every_op
 def test_many_rows(op, rng):
     """Sums of the bias over more rows than one chunk holds, in one group and in several."""
     forms = [((500, 3, 40), (40,)), ((500, 3, 40), (3, 40)), ((3, 700, 9), (3, 1, 9)), ((9, 9, 9, 65), (9, 1, 65))]

@@ -8,10 +8,6 @@ namespace jaxops::hopper {
 
 inline constexpr int kWarpgroup = 128;  // threads
 
-__device__ inline uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // An mbarrier, by its address. A phase ends when all arrivals and all expected bytes have come; waiting for parity 1 of
 // a fresh barrier returns at once.
 struct Barrier {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/async_copy.cuh"
+#include "core/shared_memory.cuh"
 #include "rows/row.cuh"
 
 namespace jaxops::rows {
@@ -17,16 +18,6 @@ struct Looped : P {
   static constexpr int kStages = kStages_;
   static constexpr bool kShared = kShared_, kKept = kKept_;
 };
-
-// Places in shared memory, by their addresses in it.
-template <class V>
-__device__ V LoadShared(uint32_t address) {
-  return *static_cast<const V*>(__cvta_shared_to_generic(address));
-}
-template <class V>
-__device__ void StoreShared(uint32_t address, const V& value) {
-  *static_cast<V*>(__cvta_shared_to_generic(address)) = value;
-}
 
 // A row whose packs have been fetched into shared memory: [input][stage][pack][thread], 16 bytes each; behind them the
 // parameters that are kept there, [parameter][pack][16 bytes][thread].
@@ -49,7 +40,7 @@ class FetchedRow : public Base {
 
   // inputs: how many are fetched.
   __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs)
-      : Base(geometry), slots_(static_cast<uint32_t>(__cvta_generic_to_shared(shared)) + threadIdx.x * 16) {
+      : Base(geometry), slots_(SharedAddress(shared) + threadIdx.x * 16) {
     asm volatile("" : "+r"(slots_));  // opaque: else it would be computed anew for each use
     stage_ = slots_;
     parameters_ = slots_ + inputs * kInputStride;

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "core/shared_memory.cuh"
+
 namespace jaxops::rows {
 
 // 2^x to 2 ulp; denormal results are 0.
@@ -32,9 +34,6 @@ __device__ inline void ClusterWait() {
 }
 // Values that blocks of a cluster send into each other's shared memory, counted by a barrier there: whoever waits for
 // it waits for those bytes alone, whereas a barrier of the cluster would wait for all earlier writes to global memory.
-__device__ inline uint32_t SharedAddress(const void* shared) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-}
 __device__ inline void InitByteBarrier(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");

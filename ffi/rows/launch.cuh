@@ -20,7 +20,7 @@ using StreamedAcross = Across<kWidth, kLanes, 0, kCluster>;
 struct OneInput {
   using Plain = Types<Along<8, 1, 4>,        //     64
                       Along<16, 1, 4>,       //    128
-                      Along<16, 2, 2>,       //    256
+                      Along<8, 4>,           //    256
                       Along<32, 2, 2>,       //    512
                       Along<32, 4>,          //   1024
                       Along<64, 4>,          //   2048
@@ -40,15 +40,18 @@ struct OneInput {
                             Across<8, 32, 16, 1, 2>,  //   512
                             Across<8, 32, 16, 2, 2>,  //  1024
                             Across<8, 32, 16, 4, 2>,  //  2048
-                            Across<4, 128, 16, 4>,    //  8192
-                            StreamedAcross<4, 64, 16>, StreamedAcross<8, 64>>;
-  using PlainAcross16 = Types<Across<8, 16, 4>,         //   64 columns
-                              Across<8, 16, 8>,         //  128
-                              Across<8, 32, 8>,         //  256
-                              Across<8, 32, 16, 1, 4>,  //  512
-                              Across<8, 64, 16, 1, 2>,  // 1024
-                              Across<8, 32, 16, 4, 4>,  // 2048
-                              Across<8, 32, 16, 8, 4>,  // 4096
+                            Across<8, 32, 16, 8, 2>,  //  4096
+                            Across<8, 64, 8, 16, 2>,  //  8192
+                            StreamedAcross<8, 128, 16>, StreamedAcross<8, 64>>;
+  using PlainAcross16 = Types<Across<8, 16, 4>,          //    64 columns
+                              Across<8, 16, 8>,          //   128
+                              Across<8, 32, 8>,          //   256
+                              Across<8, 32, 16, 1, 4>,   //   512
+                              Across<8, 64, 16, 1, 2>,   //  1024
+                              Across<8, 32, 16, 4, 4>,   //  2048
+                              Across<8, 32, 16, 8, 4>,   //  4096
+                              Across<8, 32, 16, 16, 4>,  //  8192
+                              Across<8, 64, 16, 16, 2>,  // 16384
                               StreamedAcross<8, 128, 16>, StreamedAcross<8, 64>>;
   using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<128, 5>, Along<256, 5>, Along<512, 5>,
                         Along<1024, 7>, Along<512, 7, 1, 4>, Along<512, 8, 1, 16>, StreamedAlong<512>>;
@@ -93,18 +96,21 @@ struct TwoInputs : OneInput {
                       Along<512, 4, 1, 8>,   // 131072
                       Along<512, 4, 1, 16>,  // 262144
                       StreamedAlong<512, 16>, StreamedAlong<512>>;
-  using PlainAcross = Types<Across<8, 16, 8>,       //   128 columns, of f32
-                            Across<4, 64, 8>,       //   512
-                            Across<4, 128, 8>,      //  1024
-                            Across<4, 128, 8, 4>,   //  4096
-                            Across<4, 128, 8, 16>,  // 16384
-                            StreamedAcross<4, 128, 16>, StreamedAcross<8, 64>>;
+  using PlainAcross = Types<Across<8, 16, 8>,         //   128 columns, of f32
+                            Across<8, 32, 8, 1, 2>,   //   256
+                            Across<8, 64, 8>,         //   512
+                            Across<8, 32, 4, 8, 3>,   //  1024
+                            Across<8, 32, 4, 16, 3>,  //  2048
+                            Across<8, 32, 8, 16, 2>,  //  4096
+                            Across<8, 64, 8, 16>,     //  8192
+                            Across<16, 32, 0, 16, 2>, StreamedAcross<8, 64>>;
   using PlainAcross16 = Types<Across<16, 16, 8>,        //  128
                               Across<8, 32, 8, 1, 3>,   //  256
                               Across<8, 32, 8, 2, 3>,   //  512
                               Across<8, 32, 8, 4, 3>,   // 1024
                               Across<8, 32, 8, 8, 3>,   // 2048
                               Across<8, 32, 8, 16, 3>,  // 4096
+                              Across<8, 64, 8, 16, 2>,  // 8192
                               StreamedAcross<32, 16, 16>, StreamedAcross<8, 64>>;
   using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<128, 5>, Along<256, 5>, Along<512, 5>,
                         Along<512, 4, 1, 4>, Along<512, 4, 1, 8>, Along<512, 4, 1, 16>, StreamedAlong<512>>;
@@ -113,7 +119,7 @@ struct TwoInputs : OneInput {
 struct Short : OneInput {
   using Plain = Types<Along<8, 1>, Along<32, 2>, Along<32, 4>, Along<64, 4>, Along<128, 4>, Along<512, 4>,
                       Along<512, 4, 1, 8>, StreamedAlong<512>>;
-  using PlainAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64>>;
+  using PlainAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64, 16>, StreamedAcross<8, 64>>;
   using PlainAcross16 = PlainAcross;
   using Shifted = Types<Along<32, 2>, Along<128, 5>, Along<512, 5>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
   using GeneralAcross = Types<StreamedAcross<8, 64>>;
@@ -143,7 +149,7 @@ struct Elements {
   using GeneralAcross = Types<>;
 };
 using ElementAlong = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
-using ElementAcross = Types<StreamedAcross<32, 16>>;
+using ElementAcross = Types<StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
 
 template <class T, class U, class Op>
 using Tables = std::conditional_t<
@@ -161,17 +167,22 @@ using Tables = std::conditional_t<
 // any length. Each costs build time and size for every architecture.
 template <class P>
 inline constexpr bool kPortable =
-    kIsOneOf<P, Along<16, 2, 2>, Along<32, 4>, Along<128, 4>, Along<128, 8>, Along<256, 4>, Along<256, 8>,
+    kIsOneOf<P, Along<16, 2, 2>, Along<8, 4>, Along<32, 4>, Along<128, 4>, Along<128, 8>, Along<256, 4>, Along<256, 8>,
              Along<512, 4>, Along<512, 4, 1, 8>, Along<512, 8, 1, 16>, Along<32, 5>, Along<128, 5>, Along<256, 5>,
              Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, StreamedAlong<512>, Across<8, 32, 8>,
-             Across<8, 32, 8, 1, 3>, Across<4, 64, 8>, StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
+             Across<8, 32, 8, 1, 3>, Across<8, 64, 8>, StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
+
+// Placements with nothing faster in their place for some rows: those of any length, and those that keep sums.
+template <class P>
+inline constexpr bool kNeeded = P::kPacks == 0 || requires { P::kStages; };
 
 // Whether code for a compute capability has kernels of a placement. Clusters of more than 8 blocks are Hopper's and
 // those of the data centres' GPUs that followed it.
 template <class P>
 __host__ __device__ constexpr bool RunsOn(int capability) {
+  if (capability == kHopper) return true;
   const int cluster = capability < kHopper ? 1 : capability / 10 <= 10 ? 16 : 8;
-  return P::kCluster <= cluster && (kPortable<P> || capability == kHopper);
+  return P::kCluster <= cluster && kPortable<P> && (kNeeded<P> || capability != kTranslated);
 }
 // Kernels are empty where they do not run.
 #ifdef __CUDA_ARCH__
@@ -205,7 +216,9 @@ bool Fits(int64_t rows, int64_t columns, bool rows_alike, int capability) {
   if (!RunsOn<P>(capability)) return false;
   if (P::kRows > 1 && (!rows_alike || rows < kManyBlocks * P::kTeams * P::kRows)) return false;
   const int64_t packs = P::kAcross ? columns : (columns + (kLay == Lay::kShifted ? kV - 1 : 0) + kV - 1) / kV;
-  return P::kPacks == 0 || packs <= int64_t{P::kLanes} * P::kPacks * P::kCluster;
+  const int64_t threads = int64_t{P::kLanes} * P::kCluster;  // of a row
+  if (P::kPacks == 0) return P::kCluster == 1 || packs >= 4 * threads;
+  return packs <= threads * P::kPacks;
 }
 
 // False if no placement of the table holds the rows.

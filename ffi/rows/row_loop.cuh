@@ -148,12 +148,12 @@ using GroupsOf = Axes<kSlots, GeometryOf<kSlots, kLay>::kRowAxes>;
 // Rows of adjacent elements and with parameters for all of them lie at even distances: where one begins costs a
 // product.
 template <class P, Lay kLay, class Op>
-using LoopGeometry = std::conditional_t<kLay == Lay::kGeneral || P::kAcross || Op::kParameters == 0,
-                                        GeometryOf<Op::kSlots, kLay>, Geometry<Op::kSlots, 1, 1>>;
+using LoopGeometry = std::conditional_t<kLay == Lay::kGeneral || Op::kParameters == 0, GeometryOf<Op::kSlots, kLay>,
+                                        Geometry<Op::kSlots, 1, 1>>;
 template <class P, int kV, Lay kLay, class A, class Op>
-using LoopRow = FetchedRow<Row<P, kV, kLay, A, LoopGeometry<P, kLay, Op>,
-                               kLay == Lay::kPlain && Op::kPadded && !P::kAcross && (P::kPacks > 0)>,
-                           Op::kParameters>;
+using LoopRow =
+    FetchedRow<Row<P, kV, kLay, A, LoopGeometry<P, kLay, Op>, kLay == Lay::kPlain && Op::kPadded && (P::kPacks > 0)>,
+               Op::kParameters>;
 
 template <class P, int kV, Lay kLay, class A, class Op>
 __device__ __forceinline__ void SumRows(const Op& op, const LoopGeometry<P, kLay, Op>& geometry,
@@ -328,23 +328,18 @@ bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::
       });
 }
 
-// Runs op over the rows in one wave of blocks; false where LaunchRows should. Tables::kFewPairs, kFewAcross: up to so
-// many pairs of bytes, or columns of rows across, a kernel that holds a row and ends is as fast.
+// Runs op over rows of adjacent elements in one wave of blocks; false where LaunchRows should. Tables::kFewPairs: up to
+// so many pairs of bytes a row, a kernel that holds a row and ends is as fast.
 template <class Tables, class T, class U, class Op, int kMore>
 bool LaunchRowStream(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape, cudaError_t* status) {
   using A = Accumulator<T>;
   if constexpr (std::is_same_v<T, U> && !std::is_same_v<A, double> && !std::is_same_v<T, __half>) {
     constexpr int kV = kPackOf<T, U>;
+    if (shape.across) return false;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
-    if (Op::kParameters > 0 && !layouts.rows_alike) return false;
-    const int64_t columns = shape.columns.total;
-    if (shape.across) {
-      static_assert(kV == kPackAcross<T, U> || std::is_same_v<typename Tables::Across, Types<>>);
-      return layouts.plain && columns > Tables::kFewAcross &&
-             LaunchStreamPlacement<typename Tables::Across, kV, Lay::kPlain, A>(stream, op, layouts, status);
-    }
+    if (!layouts.rows_alike) return false;
     if (layouts.plain) {
-      return columns > Tables::kFewPairs * int64_t{sizeof(T) / 2} &&
+      return shape.columns.total > Tables::kFewPairs * int64_t{sizeof(T) / 2} &&
              LaunchStreamPlacement<typename Tables::Plain, kV, Lay::kPlain, A>(stream, op, layouts, status);
     }
     return shape.columns.count == 1 &&

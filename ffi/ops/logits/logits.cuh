@@ -156,18 +156,6 @@ struct LogitsOp {
   __host__ __device__ int Inputs() const { return kInputs; }
 };
 
-// The backward kernels' rows across of f32; the comments: columns.
-template <class T>
-struct LogitsStreams {
-  static constexpr int64_t kFewPairs = 0, kFewAcross = 512;
-  using Plain = Types<>;
-  using Shifted = Types<>;
-  using Across = std::conditional_t<sizeof(T) == 4,
-                                    Types<rows::Looped<rows::Across<4, 64, 8, 2>, 3>,   // 1024
-                                          rows::Looped<rows::Across<4, 64, 8, 8>, 3>>,  // 4096
-                                    Types<>>;
-};
-
 template <template <Given, class, class> class Op>
 Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
@@ -205,12 +193,7 @@ Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall&
     if (call.has_options()) {
       return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape));
     }
-    const Op<Given::kNone, T, U> op(call);
-    cudaError_t status = cudaSuccess;
-    if (rows::LaunchRowStream<LogitsStreams<T>, T, U>(stream, op, call.shape, &status)) {
-      return FromCuda(handler, status);
-    }
-    return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, call.shape));
+    return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kNone, T, U>(call), call.shape));
   });
 }
 

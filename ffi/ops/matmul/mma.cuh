@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/async_copy.cuh"
+#include "core/shared_memory.cuh"
 #include "ops/matmul/epilogue.cuh"
 
 namespace jaxops::matmul {
@@ -21,9 +22,6 @@ struct MmaTile {
       kStages * kStageBytes > kRows * kOutPitch * 4 ? kStages * kStageBytes : kRows * kOutPitch * 4;
 };
 
-__device__ inline uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 template <bool kTransposed>
 __device__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {

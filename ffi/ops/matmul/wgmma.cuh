@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "core/shared_memory.cuh"
 #include "hopper/barrier.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
@@ -215,7 +216,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if (arguments.unfit && *arguments.unfit) return;
   extern __shared__ uint8_t shared[];
-  const uint32_t stages = (hopper::SharedAddress(shared) + 1023) & ~1023u;
+  const uint32_t stages = (SharedAddress(shared) + 1023) & ~1023u;
   const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes;
   const Ring<Tile> ring = {stages, staging + Tile::kMultipliers * Tile::kStagingBytes};
   const uint32_t bias = ring.barriers + Tile::kBarrierBytes;

@@ -201,7 +201,7 @@ struct NormStreams {
   using Looped = rows::Looped<P, kStages, kShared>;
   template <class P>  // parameters in shared memory, x in registers
   using Kept = rows::Looped<P, 2, true, true>;
-  static constexpr int64_t kFewPairs = kCentred ? 6144 : 8192, kFewAcross = 0;
+  static constexpr int64_t kFewPairs = kCentred ? 6144 : 8192;
   using Plain = Types<Looped<rows::Along<256, 4, 1, 1, 2>, 2, false>,   //   8192
                       Looped<rows::Along<512, 4>, 2, false>,            //  16384
                       Looped<rows::Along<512, 4, 1, 2>, 2, false>,      //  32768
@@ -219,7 +219,6 @@ struct NormStreams {
                         Kept<rows::Along<128, 5, 1, 1, 4>>,  //  5113
                         Kept<rows::Along<256, 5, 1, 1, 2>>,  // 10233
                         Looped<rows::Along<256, 4, 1, 8, 2>, 2, true>, Looped<rows::Along<512, 4, 1, 8>, 2, true>>;
-  using Across = Types<>;
 };
 
 template <bool kCentred>
