@@ -11,28 +11,28 @@ namespace jaxops::rows {
 
 template <int kLanes, int kCluster = 1>
 using StreamedAlong = Along<kLanes, 0, 1, kCluster>;
-template <int kWidth, int kLanes, int kCluster = 1>
-using StreamedAcross = Across<kWidth, kLanes, 0, kCluster>;
+template <int kWidth, int kLanes, int kCluster = 1, int kBlocks = 1>
+using StreamedAcross = Across<kWidth, kLanes, 0, kCluster, kBlocks>;
 
 // The tables. Of each the first placement that holds the row is taken. A pack is 16 bytes of the widest dtype involved,
 // of rows across at most four elements; a comment gives the columns of 16-bit elements that fit. TUNING.md has the
 // measurements.
 struct OneInput {
-  using Plain = Types<Along<8, 1, 4>,        //     64
-                      Along<16, 1, 4>,       //    128
-                      Along<8, 4>,           //    256
-                      Along<32, 2, 2>,       //    512
-                      Along<32, 4>,          //   1024
-                      Along<64, 4>,          //   2048
-                      Along<64, 8>,          //   4096
-                      Along<128, 6>,         //   6144
-                      Along<128, 8>,         //   8192
-                      Along<256, 8>,         //  16384
-                      Along<512, 8>,         //  32768
-                      Along<512, 8, 1, 2>,   //  65536
-                      Along<256, 8, 1, 8>,   // 131072
-                      Along<256, 8, 1, 16>,  // 262144
-                      Along<512, 8, 1, 16>,  // 524288
+  using Plain = Types<Along<8, 1, 4, 1, 8>,   //     64
+                      Along<16, 1, 4, 1, 8>,  //    128
+                      Along<8, 4>,            //    256
+                      Along<32, 2, 2>,        //    512
+                      Along<32, 4>,           //   1024
+                      Along<64, 4>,           //   2048
+                      Along<64, 8>,           //   4096
+                      Along<128, 6>,          //   6144
+                      Along<128, 8>,          //   8192
+                      Along<256, 8>,          //  16384
+                      Along<512, 8>,          //  32768
+                      Along<512, 8, 1, 2>,    //  65536
+                      Along<256, 8, 1, 8>,    // 131072
+                      Along<256, 8, 1, 16>,   // 262144
+                      Along<512, 8, 1, 16>,   // 524288
                       StreamedAlong<512, 16>, StreamedAlong<512>>;
   using PlainAcross = Types<Across<8, 16, 4>,         //    64 columns, of f32
                             Across<8, 16, 8>,         //   128
@@ -96,22 +96,20 @@ struct TwoInputs : OneInput {
                       Along<512, 4, 1, 8>,   // 131072
                       Along<512, 4, 1, 16>,  // 262144
                       StreamedAlong<512, 16>, StreamedAlong<512>>;
-  using PlainAcross = Types<Across<8, 16, 8>,         //   128 columns, of f32
-                            Across<8, 32, 8, 1, 2>,   //   256
-                            Across<8, 64, 8>,         //   512
-                            Across<8, 32, 4, 8, 3>,   //  1024
-                            Across<8, 32, 4, 16, 3>,  //  2048
-                            Across<8, 32, 8, 16, 2>,  //  4096
-                            Across<8, 64, 8, 16>,     //  8192
-                            Across<16, 32, 0, 16, 2>, StreamedAcross<8, 64>>;
+  using PlainAcross = Types<Across<8, 16, 8>,         //  128 columns, of f32
+                            Across<8, 32, 8, 1, 2>,   //  256
+                            Across<8, 64, 8>,         //  512
+                            Across<8, 32, 4, 8, 4>,   // 1024
+                            Across<8, 32, 4, 16, 4>,  // 2048
+                            Across<8, 64, 4, 16, 2>,  // 4096
+                            StreamedAcross<8, 64, 16, 2>, StreamedAcross<8, 64>>;
   using PlainAcross16 = Types<Across<16, 16, 8>,        //  128
                               Across<8, 32, 8, 1, 3>,   //  256
-                              Across<8, 32, 8, 2, 3>,   //  512
-                              Across<8, 32, 8, 4, 3>,   // 1024
-                              Across<8, 32, 8, 8, 3>,   // 2048
-                              Across<8, 32, 8, 16, 3>,  // 4096
-                              Across<8, 64, 8, 16, 2>,  // 8192
-                              StreamedAcross<32, 16, 16>, StreamedAcross<8, 64>>;
+                              Across<8, 32, 8, 2, 4>,   //  512
+                              Across<8, 32, 8, 4, 4>,   // 1024
+                              Across<8, 32, 8, 8, 4>,   // 2048
+                              Across<8, 32, 8, 16, 4>,  // 4096
+                              StreamedAcross<32, 16, 16, 2>, StreamedAcross<8, 64>>;
   using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<128, 5>, Along<256, 5>, Along<512, 5>,
                         Along<512, 4, 1, 4>, Along<512, 4, 1, 8>, Along<512, 4, 1, 16>, StreamedAlong<512>>;
 };

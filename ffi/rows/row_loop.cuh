@@ -54,8 +54,9 @@ using ShiftedSumPlacements =
           Looped<Along<128, 5>, 2, false, true>, Looped<Along<256, 5>, 2, false, true>,
           Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 4, 1, 8>, 2, true>,
           Looped<Along<512, 4, 1, 16>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
-using ShortSumPlacements = Types<Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 4>, 2, true>,
-                                 Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
+using ShortSumPlacements =
+    Types<Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 4>, 2, true>,
+          Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
 using ElementSumPlacements = Types<Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 template <class P, int kStages, bool kShared, bool kKept>
 inline constexpr bool kPortable<Looped<P, kStages, kShared, kKept>> =
