@@ -160,14 +160,16 @@ class Choice:
         return f"{self.kernel} ({', '.join(parts)}): {self.why}"
 
 
+def _columns(product: Product) -> tuple[int, int]:
+    """The adjacent elements of a row of lhs and of rhs, as they lie in memory."""
+    return product.m if product.lhs_transposed else product.k, product.k if product.rhs_transposed else product.n
+
+
 def _copies(product: Product) -> tuple[int, int]:
     """What is to be copied before the tensor cores' kernel can read it."""
     itemsize = ARITHMETICS[product.arithmetic].itemsize
     found = []
-    for columns, along_k in (
-        (product.m if product.lhs_transposed else product.k, not product.lhs_transposed),
-        (product.k if product.rhs_transposed else product.n, product.rhs_transposed),
-    ):
+    for columns, along_k in zip(_columns(product), (not product.lhs_transposed, product.rhs_transposed), strict=True):
         if itemsize != 2 and not along_k:
             found.append(2)
         else:
@@ -236,7 +238,7 @@ def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | No
     """Why XLA's dot is chosen, for products where it was measured to be faster (benchmarks/TUNING.md)."""
     m, n, k = product.m, product.n, product.k
     operations = 2 * m * n * k * product.batches
-    unaligned = any(size * ARITHMETICS[product.arithmetic].itemsize % 16 for size in (k, n))
+    unaligned = any(size * ARITHMETICS[product.arithmetic].itemsize % 16 for size in (*_columns(product), n))
     side = min(m, n if product.triangle == "result" else k)
     if product.triangle and product.arithmetic == "16bit" and side >= 512 and not any(_copies(product)):
         return None  # XLA multiplies the other half as well
