@@ -105,9 +105,6 @@ inline int CompiledCapability() {
   return capability;
 }
 inline constexpr int kHopper = 90;  // the first with clusters, and the only one with wgmma
-// No GPU that JAX runs on: the PTX of a release is for it. A GPU that a release has no code for translates that PTX
-// when it first needs it, so it has few kernels.
-inline constexpr int kTranslated = 88;
 
 }  // namespace jaxops
 

@@ -170,17 +170,12 @@ inline constexpr bool kPortable =
              Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, StreamedAlong<512>, Across<8, 32, 8>,
              Across<8, 32, 8, 1, 3>, Across<8, 64, 8>, StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
 
-// Placements with nothing faster in their place for some rows: those of any length, and those that keep sums.
-template <class P>
-inline constexpr bool kNeeded = P::kPacks == 0 || requires { P::kStages; };
-
 // Whether code for a compute capability has kernels of a placement. Clusters of more than 8 blocks are Hopper's and
 // those of the data centres' GPUs that followed it.
 template <class P>
 __host__ __device__ constexpr bool RunsOn(int capability) {
-  if (capability == kHopper) return true;
   const int cluster = capability < kHopper ? 1 : capability / 10 <= 10 ? 16 : 8;
-  return P::kCluster <= cluster && kPortable<P> && (kNeeded<P> || capability != kTranslated);
+  return P::kCluster <= cluster && (kPortable<P> || capability == kHopper);
 }
 // Kernels are empty where they do not run.
 #ifdef __CUDA_ARCH__
