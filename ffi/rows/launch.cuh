@@ -209,8 +209,8 @@ bool Fits(int64_t rows, int64_t columns, bool rows_alike, int capability) {
   if (!RunsOn<P>(capability)) return false;
   if (P::kRows > 1 && (!rows_alike || rows < kManyBlocks * P::kTeams * P::kRows)) return false;
   const int64_t packs = P::kAcross ? columns : (columns + (kLay == Lay::kShifted ? kV - 1 : 0) + kV - 1) / kV;
-  const int64_t threads = int64_t{P::kLanes} * P::kCluster;  // of a row
-  if (P::kPacks == 0) return P::kCluster == 1 || packs >= 4 * threads;
+  const int64_t threads = int64_t{P::kLanes} * P::kCluster;             // of a row
+  if (P::kPacks == 0) return P::kCluster == 1 || packs >= 4 * threads;  // fewer are not worth a cluster's exchange
   return packs <= threads * P::kPacks;
 }
 
