@@ -49,7 +49,8 @@ def error(got, wanted: Wanted, ord=np.inf) -> float:
     """The error of `got` in units of the rounding of its dtype and the noise.
 
     By default that of the worst element: in ulp where there is no noise. ord=2: the quotient of the errors' and the
-    units' Euclidean norms. Infinities and NaN must be the same; an overflow may come early by the noise.
+    units' Euclidean norms. Infinities and NaN must be the same; an overflow may come early by the noise. Where XLA
+    counts the exact value as 0 (`tiny`), 0 is without error.
     """
     got = np.asarray(got)
     value, noise = np.broadcast_to(wanted.value, got.shape), np.broadcast_to(wanted.noise, got.shape)
@@ -66,6 +67,7 @@ def error(got, wanted: Wanted, ord=np.inf) -> float:
             return math.inf
         finite = sure & ~special
         mine, value, unit = mine[finite], value[finite], unit[finite]
+        mine = np.where((mine == 0) & (np.abs(value) < tiny(got.dtype)), value, mine)
         if not np.isfinite(mine).all():
             return math.inf
         if not mine.size:
