@@ -1,15 +1,17 @@
 """The GPU handlers under compute-sanitizer: `make sanitize-gpu`. On call frames of every row length, by which every
 placement of the row kernels is visited, and of every tile; without red zones, as the tools watch the memory themselves.
 
-Tools, ops and dtypes are processes of their own, several at a time, spread over the GPUs of the machine. Prints a line
-for each as it ends, the output of those that fail, and a summary; exits non-zero if one fails. `--only "racecheck
-matmul"` runs those whose name contains the text.
+The tools change each kernel before it first runs, which takes most of the time, racecheck up to ten seconds a kernel:
+its tests are processes of their own, the other tools' those of an op and a dtype. Several run at a time, spread over
+the GPUs of the machine. Prints a line for each as it ends, the output of those that fail, and a summary; exits non-zero
+if one fails. `--only "racecheck (softmax|layer_norm) float32"` runs those in whose name the expression is found.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
 the same tests show on poisoned memory.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -20,20 +22,47 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
-ROW_OPS = ("softmax", "log_softmax", "layer_norm", "rms_norm")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-#: What is run, and the tests of it.
-PARTS = {"matmul": "memory and cuda and matmul"} | {
-    f"{op} {dtype}": f"memory and {op}-{dtype}-cuda" + (" and not log_softmax" if op == "softmax" else "")
-    for op in ROW_OPS
-    for dtype in DTYPES
-}
-RUNS = [
-    (tool, part)
-    for tool in ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
-    for part in PARTS
-    if (tool, part) != ("initcheck", "matmul")
-]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
+TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Tests in a process of their own under a tool."""
+
+    tool: str
+    part: str
+    tests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """By which `--only` chooses."""
+        return f"{self.tool} {self.part}"
+
+
+def tests() -> list[str]:
+    """The tests that visit every kernel. What a call leaves in memory it does not own is another test's matter."""
+    chosen = "test_memory and cuda and not some_rows"
+    command = [*PYTEST, "--collect-only", "tests/test_frames.py", "-k", chosen]
+    listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith("tests/")]
+
+
+def runs(ids: list[str]) -> list[Run]:
+    """The tests under each tool."""
+    found = []
+    for tool in TOOLS:
+        parts = {}
+        for test in ids:
+            row_op = re.search(r"(\w+)-(\w+)-cuda", test)
+            if tool == "initcheck" and not row_op:
+                continue
+            part = f"{row_op[1]} {row_op[2]}" if row_op else "matmul"
+            if tool == "racecheck":
+                part += " " + re.sub(r".*::test_memory_of_|-?\w+-\w+-cuda|[\[\]]", " ", test).strip()
+            parts.setdefault(part, []).append(test)
+        found += [Run(tool, part, tuple(of_part)) for part, of_part in parts.items()]
+    return found
 
 
 def gpus() -> list[str]:
@@ -44,43 +73,43 @@ def gpus() -> list[str]:
     return [str(i) for i in range(len(listed.splitlines()))]
 
 
-def run(tool: str, part: str, gpu: str, more: list[str]) -> tuple[bool, str, str]:
+def sanitize(run: Run, gpu: str, more: list[str]) -> tuple[bool, str, str]:
     """Whether the tool found nothing, a line about it, and its output."""
     start = time.perf_counter()
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5", "--error-exitcode", "1", sys.executable]
-    command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "tests/test_frames.py"]
-    command += ["-k", PARTS[part], *more]
+    command = ["compute-sanitizer", "--tool", run.tool, "--print-limit", "5", "--error-exitcode", "1"]
+    command += [*PYTEST, *run.tests, *more]
     environment = os.environ | {"JAXOPS_BARE_MEMORY": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    tests = re.findall(r"^(?:=+ )?(\d+ (?:passed|failed).*?) in ", done.stdout, re.MULTILINE)
+    passed = re.search(r"^(?:=+ )?((\d+) passed\b.*?) in ", done.stdout, re.MULTILINE)
     found = re.findall(r"={9} (?:ERROR|RACECHECK) SUMMARY: (.*)", done.stdout)
-    clean = done.returncode == 0 and bool(tests) and bool(found)
-    said = f"{found[-1] if found else 'no summary'}; {tests[-1] if tests else 'no tests'}"
+    clean = done.returncode == 0 and passed is not None and int(passed[2]) == len(run.tests) and bool(found)
+    said = f"{found[-1] if found else 'no summary'}; {passed[1] if passed else 'no test passed'}"
     seconds = time.perf_counter() - start
-    return clean, f"{'ok    ' if clean else 'FAILED'} {tool:9} {part:20} {said} ({seconds:.0f} s)", done.stdout
+    return clean, f"{'ok    ' if clean else 'FAILED'} {run.name:60} {said} ({seconds:.0f} s)", done.stdout
 
 
 def main(arguments: list[str]) -> int:
     """Runs the tools; returns how many runs fail."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="runs whose name, such as 'racecheck matmul', contains it"
+        "--only", default="", metavar="PATTERN", help="runs in whose name, such as 'racecheck matmul', it is found"
     )
-    parser.add_argument("--jobs", type=int, help="processes at a time (default: 8 a GPU, at most one a processor)")
+    parser.add_argument("--jobs", type=int, help="processes at a time (default: 12 a GPU, at most one a processor)")
     options, more = parser.parse_known_args(arguments)
-    chosen = [(tool, part) for tool, part in RUNS if options.only in f"{tool} {part}"]
+    every = runs(tests())
+    chosen = [run for run in every if re.search(options.only, run.name)]
     if not chosen:
-        parser.error(f"no run's name contains {options.only!r}: there are {', '.join(map(' '.join, RUNS))}")
+        parser.error(f"{options.only!r} is in no run's name: there are {', '.join(run.name for run in every)}")
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
     failed, devices = 0, gpus()
-    jobs = options.jobs or min(8 * len(devices), os.cpu_count() or 1)
+    jobs = options.jobs or min(12 * len(devices), os.cpu_count() or 1)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         turns = zip(chosen, itertools.cycle(devices), strict=False)
-        pending = [pool.submit(run, *tool_and_part, gpu, more) for tool_and_part, gpu in turns]
+        pending = [pool.submit(sanitize, run, gpu, more) for run, gpu in turns]
         for job in concurrent.futures.as_completed(pending):
             clean, line, output = job.result()
             print(line, flush=True)

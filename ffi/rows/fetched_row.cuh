@@ -63,6 +63,7 @@ class FetchedRow : public Base {
     for (int s = 0; s < Base::kStarts; ++s) {
       this->live_[s] = other.live_[s];
       this->shift_[s] = other.shift_[s];
+      this->readable_[s] = other.readable_[s];
 #pragma unroll
       for (int slot = 0; slot < Base::kSlots; ++slot) this->offsets_[s][slot] = other.offsets_[s][slot];
     }
@@ -72,7 +73,7 @@ class FetchedRow : public Base {
   template <int kInput, class T>
   __device__ void Fetch(const T* tensor) const {
     if constexpr (kFetches) {
-      this->ForEachPackBetween(-kV, min(this->columns(), this->limit_), [&](int pack, int column) {
+      this->ForEachPackBefore(min(this->columns(), this->limit_), [&](int pack, int column) {
         constexpr int kBytes = sizeof(T) * kV;
         const int64_t offset = this->Offset(0, pack, column);
         int bytes = kBytes;

@@ -53,8 +53,18 @@ struct OneInput {
                               Across<8, 32, 16, 16, 4>,  //  8192
                               Across<8, 64, 16, 16, 2>,  // 16384
                               StreamedAcross<8, 128, 16>, StreamedAcross<8, 64>>;
-  using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<128, 5>, Along<256, 5>, Along<512, 5>,
-                        Along<1024, 7>, Along<512, 7, 1, 4>, Along<512, 8, 1, 16>, StreamedAlong<512>>;
+  using Shifted = Types<Along<8, 3>,           //    185
+                        Along<32, 2>,          //    505
+                        Along<32, 5>,          //   1273
+                        Along<128, 5>,         //   5113
+                        Along<256, 5>,         //  10233
+                        Along<512, 5>,         //  20473
+                        Along<256, 8, 1, 2>,   //  32761
+                        Along<1024, 7>,        //  57337
+                        Along<256, 8, 1, 8>,   // 131065
+                        Along<256, 8, 1, 16>,  // 262137
+                        Along<512, 8, 1, 16>,  // 524281
+                        StreamedAlong<512>>;
   using General = Types<Along<64, 4>, StreamedAlong<512>>;
   using GeneralAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64>>;
 };
@@ -110,8 +120,17 @@ struct TwoInputs : OneInput {
                               Across<8, 32, 8, 8, 4>,   // 2048
                               Across<8, 32, 8, 16, 4>,  // 4096
                               StreamedAcross<32, 16, 16, 2>, StreamedAcross<8, 64>>;
-  using Shifted = Types<Along<8, 3>, Along<32, 2>, Along<32, 5>, Along<128, 5>, Along<256, 5>, Along<512, 5>,
-                        Along<512, 4, 1, 4>, Along<512, 4, 1, 8>, Along<512, 4, 1, 16>, StreamedAlong<512>>;
+  using Shifted = Types<Along<8, 3>,           //    185
+                        Along<32, 2>,          //    505
+                        Along<32, 5>,          //   1273
+                        Along<128, 5>,         //   5113
+                        Along<256, 5>,         //  10233
+                        Along<256, 5, 1, 2>,   //  20473
+                        Along<256, 4, 1, 4>,   //  32761
+                        Along<256, 4, 1, 8>,   //  65529
+                        Along<512, 4, 1, 8>,   // 131065
+                        Along<512, 4, 1, 16>,  // 262137
+                        StreamedAlong<512>>;
 };
 // Each placement costs build time: fewer for bodies that hold more than packs, and for f16.
 struct Short : OneInput {

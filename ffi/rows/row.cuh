@@ -97,7 +97,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     if constexpr (kHeld) {
       Held<T> held = {};
       ForEachPack([&](int pack, int column) { held.packs[pack] = Read(tensor, pack, column); });
-      if constexpr (kShifted) ForEachPack([&](int pack, int column) { Clip(held.packs[pack], column, outside); });
+      this->ClipEdges(held.packs, outside);
       return held;
     } else {
       return [this, tensor, outside](int pack, int column) {
@@ -245,8 +245,9 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     ForEachPack([&](int pack, int column) { Write(tensor, pack, column, ToPack<T, kV>(expression(pack, column))); });
     if (this->limit_ >= columns()) return;
     const Pack<T, kV> values = ToPack<T, kV>([=](int) { return beyond; });
-    this->ForEachPackBetween(this->limit_, columns(),
-                             [&](int pack, int column) { Write(tensor, pack, column, values); });
+    this->ForEachPackInside([&](int pack, int column) {
+      if (column >= this->limit_) Write(tensor, pack, column, values);
+    });
   }
 
   // One value a row, in the layout of a slot.

@@ -106,7 +106,10 @@ class RowPacks {
       geometry_.rows.Offsets(live_[s] ? wanted : end - (P::kAcross ? kV : 1), offsets_[s]);
 #pragma unroll
       for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += group[slot];
-      if constexpr (kShifted) shift_[s] = static_cast<int>(offsets_[s][0] % kV);
+      if constexpr (kShifted) {
+        shift_[s] = static_cast<int>(offsets_[s][0] % kV);
+        readable_[s] = static_cast<int>(std::min<int64_t>(columns() + kV, geometry_.size - offsets_[s][0]));
+      }
       if constexpr (kLay != Lay::kGeneral) {
 #pragma unroll
         for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += FirstColumn(s) * ColumnStride(slot);
@@ -140,7 +143,7 @@ class RowPacks {
         fn(pack, FirstColumn(pack / kPerRow) + pack % kPerRow * kColumnStep);
       after();
     } else if constexpr (kHeld) {
-      ForEachPackBetween(-kV, end, fn);
+      ForEachPackBefore(end, fn);
       after();
     } else {
       for (int begin = FirstColumn(0); begin < end; begin += kRun * kColumnStep) {
@@ -179,11 +182,13 @@ class RowPacks {
   // The packs that hold columns of the row, whatever kPadded.
   template <class Fn>
   __device__ void ForEachPackInside(Fn fn) const {
-    ForEachPackBetween(-kV, columns(), fn);
+    ForEachPackBefore(columns(), fn);
   }
 
   // Whether all positions of a pack belong to the row.
-  __device__ bool Whole(int column) const { return !kShifted || (column >= 0 && column + kV <= columns()); }
+  __device__ bool Whole(int column) const {
+    return !kShifted || static_cast<unsigned>(column) < static_cast<unsigned>(max(columns() - kV + 1, 0));
+  }
 
   // Whether position i of a pack belongs to the row.
   __device__ bool Inside(int column, int i) const {
@@ -195,7 +200,7 @@ class RowPacks {
   template <class T>
   __device__ Pack<T, kV> Read(const T* tensor, int pack, int column) const {
     const int64_t offset = Offset(0, pack, column);
-    if (!kShifted || offset + kV <= geometry_.size) return ReadPack<T, kV>(tensor + offset);
+    if (!kShifted || column + kV <= readable_[pack / kPerRow]) return ReadPack<T, kV>(tensor + offset);
     Pack<T, kV> values = {};
 #pragma unroll
     for (int i = 0; i < kV; ++i)
@@ -211,6 +216,24 @@ class RowPacks {
 #pragma unroll
       for (int i = 0; i < kV; ++i)
         if (!Inside(column, i)) values.Set(i, outside);
+    }
+  }
+
+  // The same for all packs of held rows. Where a row has warps of its own, few of them see an edge: a branch a row.
+  template <class T>
+  __device__ void ClipEdges(Pack<T, kV> (&packs)[kHeldPacks], T outside) const {
+    if constexpr (kShifted) {
+#pragma unroll
+      for (int s = 0; s < kStarts; ++s) {
+        const int end = columns() + shift_[s];  // counted from the first pack's first element
+        const bool at_end = end % kV != 0 && end / kV % (P::kLanes * P::kCluster) == lane_;
+        if (P::kLanes >= 32 && FirstColumn(s) >= 0 && !at_end) continue;
+#pragma unroll
+        for (int k = 0; k < P::kPacks; ++k) {
+          const int column = FirstColumn(s) + k * kColumnStep;
+          if (column < columns()) Clip(packs[s * P::kPacks + k], column, outside);
+        }
+      }
     }
   }
 
@@ -269,20 +292,19 @@ class RowPacks {
   static constexpr int kWide = P::kAcross ? 1 : kV;                    // columns a pack
   static constexpr int kColumnStep = P::kLanes * P::kCluster * kWide;  // from a thread's pack to its next
 
-  // For the packs that begin in [from, to).
+  // For the packs that begin before `to`.
   template <class Fn>
-  __device__ void ForEachPackBetween(int from, int to, Fn fn) const {
+  __device__ void ForEachPackBefore(int to, Fn fn) const {
     if constexpr (kHeld) {
 #pragma unroll
       for (int k = 0; k < P::kPacks; ++k)
 #pragma unroll
         for (int s = 0; s < kStarts; ++s) {
           const int column = FirstColumn(s) + k * kColumnStep;
-          if (column >= from && column < to) fn(s * P::kPacks + k, column);
+          if (column < to) fn(s * P::kPacks + k, column);
         }
     } else {
-      for (int column = FirstColumn(0); column < to; column += kColumnStep)
-        if (column >= from) fn(0, column);
+      for (int column = FirstColumn(0); column < to; column += kColumnStep) fn(0, column);
     }
   }
 
@@ -315,7 +337,9 @@ class RowPacks {
   const G& geometry_;
   int lane_;
   int64_t offsets_[kStarts][G::kSlots];
-  int shift_[kStarts];  // of unaligned rows: the columns of their first pack that come before the row
+  // Of unaligned rows: the columns of their first pack that come before the row, and where the tensor ends, counted
+  // from column 0, if that is within a row's last pack.
+  int shift_[kStarts], readable_[kStarts];
   bool live_[kStarts];
   int limit_ = std::numeric_limits<int>::max();
 };

@@ -254,8 +254,10 @@ def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | No
             return "a small product of 8-bit floats"
         return None if any(_copies(product)) else "XLA's own dot is ahead where both operands lie along k"
     if unaligned:
-        return None if operations >= 2e9 else "a small product of rows that are not aligned to 16 bytes"
-    if not product.rhs_transposed and n <= 8192 and n * k >= 8e6 and (m == 1 or 32 < m <= 128):
+        narrow = min(m, n) <= 128 or (k <= 128 and all(_copies(product)))
+        small = "a small or narrow product of rows that are not aligned to 16 bytes"
+        return small if operations < 2e9 or narrow else None
+    if not product.rhs_transposed and n <= 8192 and n * k >= 8e6 and m in (1, 64, 128):
         return None
     if m * n <= 1 << 16 and k >= 1 << 14:
         return None  # k is split
