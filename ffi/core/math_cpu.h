@@ -158,7 +158,7 @@ struct RowLoop {
 // computed; what those above `rows` give is of no use.
 template <class A>
 struct BundleLoop {
-  static constexpr int64_t kMaxLanes = 128;
+  static constexpr int64_t kMaxLanes = 1024;
 
   int64_t columns, pitch, lanes, rows;
 
@@ -194,12 +194,21 @@ struct BundleLoop {
   JAXOPS_INLINE Value Sum(F f) const {
     double totals[kMaxLanes], excesses[kMaxLanes];
     for (int64_t w = 0; w < lanes; ++w) totals[w] = excesses[w] = 0;
-    for (int64_t c = 0; c < columns; ++c) {
+    // Several columns for each time that the totals are read and written.
+    const auto add = [&]<int64_t kColumns>(int64_t c) {
 #pragma omp simd
       for (int64_t w = 0; w < lanes; ++w) {
-        math_internal::Add<A>(static_cast<double>(f(c * pitch + w, w)), totals[w], excesses[w]);
+        double total = totals[w], excess = excesses[w];
+        for (int64_t k = 0; k < kColumns; ++k) {
+          math_internal::Add<A>(static_cast<double>(f((c + k) * pitch + w, w)), total, excess);
+        }
+        totals[w] = total, excesses[w] = excess;
       }
-    }
+    };
+    constexpr int64_t kFew = 4;
+    int64_t c = 0;
+    for (; c + kFew <= columns; c += kFew) add.template operator()<kFew>(c);
+    for (; c < columns; ++c) add.template operator()<1>(c);
     Value result;
     for (int64_t w = 0; w < lanes; ++w) result[w] = static_cast<A>(totals[w]);
     return result;

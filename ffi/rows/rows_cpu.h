@@ -212,7 +212,7 @@ struct Block {
 template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
 class RowWalk {
  public:
-  RowWalk(const RowShape<kSlots>& shape, int64_t tasks, const std::array<RowTensor, kInputs>& inputs,
+  RowWalk(const RowShape<kSlots>& shape, int64_t tasks, int64_t threads, const std::array<RowTensor, kInputs>& inputs,
           const std::array<RowTensor, kOutputs>& outputs, const Body& body)
       : shape_(shape),
         tasks_(tasks),
@@ -233,14 +233,17 @@ class RowWalk {
       guarded_ |= in_place_[k] && n_ % kPack != 0;
     }
     // A block's buffers stay in the nearest cache, a bundle's in the second.
-    constexpr int64_t kMaxLanes = BundleLoop<A>::kMaxLanes, kBlockElements = 1024, kBundleElements = 1 << 17;
+    constexpr int64_t kBlockElements = 1024, kBundleElements = 1 << 17, kFewLanes = 128;
     const int64_t fitting = (bundled_ ? kBundleElements : kBlockElements) / std::max<int64_t>(n_, 1);
     if (!bundled_) {
       width_ = std::clamp<int64_t>(fitting, 1, line_);
     } else if (uniform) {
-      width_ = std::min(line_, kMaxLanes);
+      // The wider, the longer the runs of memory in which columns are read.
+      const int64_t lines = shape.total_rows() / line_, parts = threads ? (threads + lines - 1) / lines : line_;
+      width_ =
+          std::min(line_, std::clamp(RoundUp((line_ + parts - 1) / parts, kPack), kFewLanes, BundleLoop<A>::kMaxLanes));
     } else {
-      width_ = std::min(line_, std::clamp(fitting / kPack * kPack, kPack, kMaxLanes));
+      width_ = std::min(line_, std::clamp(fitting / kPack * kPack, kPack, kFewLanes));
     }
     // The first output of a bundle, or of a row alone, takes the first input's place.
     const bool shared = (bundled_ || width_ == 1) && tensors_[0].present() && !in_place_[0];
@@ -372,14 +375,15 @@ class RowWalk {
 // BundleLoop: inputs[k] and outputs[k] point at the elements as the loop counts them, or are null where the tensor is
 // absent. outputs[0] may be the same memory as inputs[0], and only that.
 //
-// Each group's rows are split into `tasks` consecutive ranges; a task never leaves its group, and the split depends on
-// nothing but the shape, so sums taken task by task do not change with the number of threads.
+// Each group's rows are split into `tasks` consecutive ranges; a task never leaves its group. Where `summed`, because
+// the body sums columns over a task's rows, nothing depends on the number of threads; else the width of bundles does.
 template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
-void ForEachRow(Device& pool, const RowShape<kSlots>& shape, int64_t tasks,
+void ForEachRow(Device& pool, const RowShape<kSlots>& shape, int64_t tasks, bool summed,
                 const std::array<RowTensor, kInputs>& inputs, const std::array<RowTensor, kOutputs>& outputs,
                 const Body& body) {
-  if (shape.total_rows() > 0)
-    RowWalk<A, kSlots, kInputs, kOutputs, Body>(shape, tasks, inputs, outputs, body).Run(pool);
+  if (shape.total_rows() == 0) return;
+  const int64_t threads = summed ? 0 : std::max<int64_t>(1, pool.num_threads());
+  RowWalk<A, kSlots, kInputs, kOutputs, Body>(shape, tasks, threads, inputs, outputs, body).Run(pool);
 }
 
 // Enough tasks that each holds about 16 Ki elements; at most one a row, and 256 a group.

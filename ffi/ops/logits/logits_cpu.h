@@ -57,7 +57,7 @@ Error MapLogits(const char* handler, Device& pool, const LogitsCall& call, const
     const bool composed = call.has_options();
     const A* const scale = RowValues<A>(call.scale);
     ForEachRow<A, Call::kSlots, 4, 1>(
-        pool, call.shape, TasksPerGroup(call.shape),
+        pool, call.shape, TasksPerGroup(call.shape), /*summed=*/false,
         {RowTensor(call.x, Call::kFull), RowTensor(call.bias, Call::kBias), RowTensor(call.where, Call::kWhere),
          RowTensor::Diagonal(call.causal, Call::kDiagonal)},
         {RowTensor(call.y, Call::kFull)}, [=](const auto& loop, const auto& position, const auto& in, const auto& out) {
@@ -81,7 +81,7 @@ Error MapGradient(const char* handler, Device& pool, const LogitsCall& call, boo
     const A* const scale = RowValues<A>(call.scale);
     const ColumnSums<A> sums(call.shape, call.sums);
     ForEachRow<A, Call::kSlots, 5, 1>(
-        pool, call.shape, sums.tasks(),
+        pool, call.shape, sums.tasks(), has_dbias,
         {RowTensor(call.x, Call::kFull), RowTensor(call.bias, Call::kBias), RowTensor(call.where, Call::kWhere),
          RowTensor::Diagonal(call.causal && logits, Call::kDiagonal), RowTensor(call.dy, Call::kFull)},
         {RowTensor(call.y, Call::kFull)}, [=](const auto& loop, const auto& position, const auto& in, const auto& out) {

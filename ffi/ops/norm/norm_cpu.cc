@@ -81,7 +81,7 @@ Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, 
     A* const rstds = RowValues<A>(call.rstd);
     const DataType type = call.x->element_type();
     ForEachRow<A, NormCall::kSlots, 5, 2>(
-        pool, call.shape, TasksPerGroup(call.shape),
+        pool, call.shape, TasksPerGroup(call.shape), /*summed=*/false,
         {RowTensor(call.x, NormCall::kFull), RowTensor(call.residual, NormCall::kFull),
          RowTensor(call.scale, NormCall::kScale), RowTensor(call.bias, NormCall::kBias),
          RowTensor(call.where, NormCall::kWhere)},
@@ -120,7 +120,7 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
     const A* const rstds = RowValues<A>(call.rstd);
     const ColumnSums<A> sums(call.shape, call.sums);
     ForEachRow<A, NormCall::kSlots, 5, 1>(
-        pool, call.shape, sums.tasks(),
+        pool, call.shape, sums.tasks(), has_dscale || has_dbias,
         {RowTensor(call.x, NormCall::kFull), RowTensor(call.scale, NormCall::kScale),
          RowTensor(call.where, NormCall::kWhere), RowTensor(call.dy, NormCall::kFull),
          RowTensor(call.dsum, NormCall::kFull)},
