@@ -109,8 +109,9 @@ def test_results_do_not_depend_on_threads_or_streams(half, op, memory, rng):
     """To the bit, with as many threads as tasks at most."""
     there = memory_of(memory, half)
     for dtype in DTYPES:
-        for call in row_calls(op, dtype, True, False, half):
-            call = resized(call, 700, 257)
+        along = [resized(call, 700, 257) for call in row_calls(op, dtype, True, False, half)]
+        across = [resized(call, 2, 1500, 40) for call in row_calls(op, dtype, False, True, half)]
+        for call in (*along, *across):
             values = frames.draw(call, rng)
             wanted = frames.run(half, there, call, values, fill=0, threads=1)
             for threads in (2, 5):

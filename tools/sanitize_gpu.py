@@ -1,10 +1,10 @@
 """The GPU handlers under compute-sanitizer: `make sanitize-gpu`. On call frames of every row length, by which every
 placement of the row kernels is visited, and of every tile; without red zones, as the tools watch the memory themselves.
 
-The tools change each kernel before it first runs, which takes most of the time, racecheck up to ten seconds a kernel:
-its tests are processes of their own, the other tools' those of an op and a dtype. Several run at a time, spread over
-the GPUs of the machine. Prints a line for each as it ends, the output of those that fail, and a summary; exits non-zero
-if one fails. `--only "racecheck (softmax|layer_norm) float32"` runs those in whose name the expression is found.
+Under racecheck a launch in a cluster of 16 blocks takes seconds, however small: its tests are processes of their own,
+the other tools' those of an op and a dtype. Several run at a time, spread over the GPUs of the machine. Prints a line
+for each as it ends, the output of those that fail, and a summary; exits non-zero if one fails. `--only "racecheck
+(softmax|layer_norm) float32"` runs those in whose name the expression is found.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
 the same tests show on poisoned memory.
 """
