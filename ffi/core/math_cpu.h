@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 // One clone an instruction set, chosen when the module is loaded (by the set: an arch= of one processor's name would
 // run on that processor alone). Whatever such a function calls is inlined into it. One will do for the sanitizers.
@@ -50,25 +51,35 @@ struct Vector {
   typedef T Type __attribute__((vector_size(kWidth * sizeof(T))));
 };
 
-// The maximum or the sum of kWidth values, taken pairwise.
+// Elements kBegin, kBegin + 1, ... of a vector. By reference: vectors that the processor may not have are passed so.
+template <int64_t kBegin, class From, class To, int64_t... i>
+JAXOPS_INLINE void Part(const From& from, To& to, std::integer_sequence<int64_t, i...>) {
+  to = __builtin_shufflevector(from, from, (kBegin + i)...);
+}
+
+// The maximum or the sum of a vector's kWidth values, taken pairwise: its upper half joins the lower, in registers.
 template <bool kMax, int64_t kWidth, class T>
-JAXOPS_INLINE T Fold(const T* values) {
+JAXOPS_INLINE T FoldVector(const typename Vector<T, kWidth>::Type& values) {
   constexpr int64_t kHalf = kWidth / 2;
   if constexpr (kHalf == 1) {
     return !kMax ? values[0] + values[1] : values[0] > values[1] ? values[0] : values[1];
   } else {
     typename Vector<T, kHalf>::Type low, high;
-    std::memcpy(&low, values, sizeof(low));
-    std::memcpy(&high, values + kHalf, sizeof(high));
+    Part<0>(values, low, std::make_integer_sequence<int64_t, kHalf>());
+    Part<kHalf>(values, high, std::make_integer_sequence<int64_t, kHalf>());
     if constexpr (kMax) {
       low = low > high ? low : high;
     } else {
       low += high;
     }
-    T halved[kHalf];
-    std::memcpy(halved, &low, sizeof(low));
-    return Fold<kMax, kHalf>(halved);
+    return FoldVector<kMax, kHalf, T>(low);
   }
+}
+template <bool kMax, int64_t kWidth, class T>
+JAXOPS_INLINE T Fold(const T* values) {
+  typename Vector<T, kWidth>::Type all;
+  std::memcpy(&all, values, sizeof(all));
+  return FoldVector<kMax, kWidth, T>(all);
 }
 
 }  // namespace math_internal
