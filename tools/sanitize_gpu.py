@@ -3,8 +3,8 @@ placement of the row kernels is visited, and of every tile; without red zones, a
 
 Under racecheck a launch in a cluster of 16 blocks takes seconds, however small: its tests are processes of their own,
 the other tools' those of an op and a dtype. Several run at a time, spread over the GPUs of the machine. Prints a line
-for each as it ends, the output of those that fail, and a summary; exits non-zero if one fails. `--only "racecheck
-(softmax|layer_norm) float32"` runs those in whose name the expression is found.
+for each as it ends, the output of those that fail, and a summary; exits non-zero if one fails.
+`--only "racecheck (softmax|layer_norm) float32"` runs those in whose name the expression is found.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
 the same tests show on poisoned memory.
 """
@@ -41,7 +41,7 @@ class Run:
 
 
 def tests() -> list[str]:
-    """The tests that visit every kernel. What a call leaves in memory it does not own is another test's matter."""
+    """The tests that together visit every kernel; those of some rows are a part of those of every length."""
     chosen = "test_memory and cuda and not some_rows"
     command = [*PYTEST, "--collect-only", "tests/test_frames.py", "-k", chosen]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -212,6 +212,7 @@ struct Block {
 template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
 class RowWalk {
  public:
+  // threads: among which bundles are divided; 0 if their width may not depend on it.
   RowWalk(const RowShape<kSlots>& shape, int64_t tasks, int64_t threads, const std::array<RowTensor, kInputs>& inputs,
           const std::array<RowTensor, kOutputs>& outputs, const Body& body)
       : shape_(shape),
