@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,9 +38,10 @@ def _arguments(argv):
     )
     parser.add_argument(
         "--only",
+        type=re.compile,
         default="",
-        metavar="TEXT",
-        help="only measurements whose label, such as 'softmax backward bfloat16 65536x1024', contains the text",
+        metavar="PATTERN",
+        help="an expression: only measurements in whose label (as 'softmax backward bfloat16 65536x1024') it is found",
     )
     parser.add_argument(
         "--results",

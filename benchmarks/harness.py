@@ -362,13 +362,14 @@ def measure(task: Task, clock: Clock, seconds: float, rounds: int) -> Row:
 class Settings:
     """What the command line asks for.
 
-    seconds: spent timing each measurement, not counting compilation. only: a measurement's label must contain it.
+    seconds: spent timing each measurement, not counting compilation. only: an expression to be found in a measurement's
+    label.
     """
 
     dtypes: tuple[str, ...]
     quick: bool
     seconds: float
-    only: str
+    only: re.Pattern[str]
     results: Path
     console: Console
 
@@ -395,7 +396,7 @@ class Settings:
 
 def run(title: str, tasks: Sequence[Task], clock: Clock, settings: Settings) -> bool:
     """Measures the tasks, appends each result to its file as it comes and prints the table; False if one failed."""
-    tasks = [task for task in tasks if settings.only in task.label]
+    tasks = [task for task in tasks if settings.only.search(task.label)]
     rows, failures = [], []
     try:
         for task in settings.bar(tasks, lambda task: task.label):

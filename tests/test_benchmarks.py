@@ -3,6 +3,7 @@
 import csv
 import importlib
 import pathlib
+import re
 import sys
 
 import jax
@@ -66,7 +67,7 @@ def test_matmul(bench):
 
 def test_calls(load, tmp_path):
     harness, calls = load("harness"), load("calls")
-    settings = harness.Settings(("float32",), True, 0.01, "", tmp_path, harness.make_console())
+    settings = harness.Settings(("float32",), True, 0.01, re.compile(""), tmp_path, harness.make_console())
     assert calls.run(settings, length=5)
     with (tmp_path / "calls.csv").open() as lines:
         rows = list(csv.DictReader(lines))
@@ -94,7 +95,7 @@ def test_trained_models_are_one(load):
 def test_every_shape_list_makes_tasks(load, tmp_path, monkeypatch):
     """Shapes, labels and amounts of work of the lists for both kinds of device; nothing is run."""
     harness, rows, matmul = load("harness"), load("rows"), load("matmul")
-    settings = harness.Settings(("bfloat16", "float32"), False, 1.0, "", tmp_path, None)
+    settings = harness.Settings(("bfloat16", "float32"), False, 1.0, re.compile(""), tmp_path, None)
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         tasks = [task for op in rows.OPS for task in rows.tasks(op, settings)]
