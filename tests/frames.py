@@ -24,8 +24,8 @@ from jaxops import _kernel
 
 ZONE = 256  # bytes of red zone before and behind a buffer
 
-#: For tools that watch memory themselves: no red zones, and nothing written to results beforehand.
-BARE = bool(os.environ.get("JAXOPS_BARE_MEMORY"))
+#: The tool that watches memory itself, if one does: no red zones, and nothing written to results beforehand.
+BARE = os.environ.get("JAXOPS_BARE_MEMORY", "")
 
 #: XLA's numbers of the dtypes that handlers take.
 DTYPES = {

@@ -32,18 +32,24 @@ STRIDED_ONCE = [(2, 9, 3), (1, 129, 33), (1, 1500, 33), (3, 40, 31), (3, 65, 72)
 STRIDED_ONCE += [(1, 2**k, 8) for k in range(6, 15)]
 
 
-def crowds(dtype, on_gpu: bool) -> list[tuple[int, int]]:
-    """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other."""
+def crowds(dtype, on_gpu: bool, few_clusters: bool = False) -> list[tuple[int, int]]:
+    """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other.
+
+    few_clusters: no more than two rows where clusters of 16 blocks take them.
+    """
     pack = 16 // np.dtype(dtype).itemsize
     shapes = [(9001, 8 * pack), (4301, 16 * pack), (2201, 32 * pack), (1101, 64 * pack)]
     shapes += [(541, 1024 * pack), (281, 2048 * pack), (141, 4096 * pack), (71, 8192 * pack), (35, 16384 * pack)]
     shapes += [(19, 32768 * pack), (17001, 127), (1001, 1001), (1501, 4097), (71, 50257)]
+    shapes += [(411, 9001), (201, 20001), (131, 30001), (101, 40001), (43, 100001)]
+    if few_clusters:
+        shapes = [(rows if columns <= 8192 * pack else 2, columns) for rows, columns in shapes]
     return shapes if on_gpu else [(min(rows, 70), columns) for rows, columns in shapes if columns < 5000]
 
 
 def some_rows(rng, rows: int) -> np.ndarray:
-    """Which of many rows are compared: the first and the last ones, and a few between."""
-    return np.unique([*range(min(rows, 3)), *range(max(rows - 3, 0), rows), *rng.integers(rows, size=6)])
+    """Which of many rows are compared: the first and the last ones, and some between."""
+    return np.unique([*range(min(rows, 3)), *range(max(rows - 3, 0), rows), *rng.integers(rows, size=24)])
 
 
 def edged(rng, shape, dtype, axis, edge):

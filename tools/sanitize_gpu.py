@@ -5,6 +5,8 @@ Under racecheck a launch in a cluster of 16 blocks takes seconds, however small:
 the other tools' those of an op and a dtype. Several run at a time, spread over the GPUs of the machine. Prints a line
 for each as it ends, the output of those that fail, and a summary; exits non-zero if one fails.
 `--only "racecheck (softmax|layer_norm) float32"` runs those in whose name the expression is found.
+synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
+of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two (TUNING.md).
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
 the same tests show on poisoned memory.
 """
@@ -41,11 +43,11 @@ class Run:
 
 
 def tests() -> list[str]:
-    """The tests that together visit every kernel; those of some rows are a part of those of every length."""
+    """The tests that together visit every kernel, the slowest first; those of some rows are a part of others."""
     chosen = "test_memory and cuda and not some_rows"
     command = [*PYTEST, "--collect-only", "tests/test_frames.py", "-k", chosen]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if line.startswith("tests/")]
+    return [line for line in reversed(listed.splitlines()) if line.startswith("tests/")]
 
 
 def runs(ids: list[str]) -> list[Run]:
@@ -78,7 +80,7 @@ def sanitize(run: Run, gpu: str, more: list[str]) -> tuple[bool, str, str]:
     start = time.perf_counter()
     command = ["compute-sanitizer", "--tool", run.tool, "--print-limit", "5", "--error-exitcode", "1"]
     command += [*PYTEST, *run.tests, *more]
-    environment = os.environ | {"JAXOPS_BARE_MEMORY": "1", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu}
+    environment = os.environ | {"JAXOPS_BARE_MEMORY": run.tool, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
