@@ -136,23 +136,24 @@ class Rows:
 def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     """Into how many partial sums the sums over each group's rows are split.
 
-    On a GPU each is a block's, and one wave of blocks is best (TUNING.md): as many as an H200's 132 multiprocessors
-    hold at once, but at least 8 rows each. Where rows are no multiple of 8 elements, a multiple of 8 blocks keeps each
-    thread on the same columns; of few blocks that would leave out too many, so that two waves are better. Depends on
-    nothing but the operands, so that results do not depend on the device.
+    On a GPU each is a block's or a cluster's, and one wave of them is best (TUNING.md): as many as an H200's 132
+    multiprocessors hold at once, but at least 8 rows each. Where rows are not aligned to 16 bytes, a multiple of 8
+    keeps each thread on the same columns; of few clusters that would leave out too many, so that several waves are
+    better. Depends on nothing but the operands, so that results do not depend on the device.
     """
     row_bytes = columns * itemsize
-    if itemsize == 2 and columns % 8 == 0:
+    aligned = row_bytes % 16 == 0
+    if not aligned:
+        limits = ((512, 792), (2048, 528), (12288, 264), (32768, 128), (40960, 64), (262144, 56))
+    elif itemsize == 2:
         limits = ((512, 528), (2048, 396), (12288, 264), (16384, 132), (32768, 66), (65536, 30), (131072, 15))
     else:
         limits = ((512, 792), (2048, 528), (12288, 264), (32768, 132), (65536, 66), (131072, 30), (262144, 15))
-    full = next((count for limit, count in limits if row_bytes <= limit), 7)
-    if columns % 8:
-        full = max((2 * full if full <= 30 else full) // 8 * 8, 8)
+    full = next((count for limit, count in limits if row_bytes <= limit), 7 if aligned else 8)
     if not isinstance(groups, int):  # symbolic: how many is not known before the program is compiled
         return 1
     chunks = max(1, full // groups if not isinstance(rows, int) else min(full // groups, rows // 8))
-    return chunks if columns % 8 == 0 or chunks < 8 else chunks // 8 * 8
+    return chunks if aligned or chunks < 8 else chunks // 8 * 8
 
 
 #: The named operands or results of a row kernel; None where absent.

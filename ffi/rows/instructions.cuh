@@ -1,4 +1,4 @@
-// What the row kernels say in PTX: the exponential, and what blocks of a cluster send each other.
+// What the row kernels say in PTX: the exponential, the maximum, and what blocks of a cluster send each other.
 #ifndef JAXOPS_ROWS_INSTRUCTIONS_CUH_
 #define JAXOPS_ROWS_INSTRUCTIONS_CUH_
 
@@ -12,6 +12,13 @@ namespace jaxops::rows {
 __device__ inline float Exp2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// The larger of two numbers; NaN if one of them is.
+__device__ inline float MaxOrNaN(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 

@@ -9,14 +9,24 @@
 
 namespace jaxops::rows {
 
+inline constexpr float kLog2E = 1.4426950408889634f, kLog2ERest = 1.925963e-8f;  // their sum to 48 bits
+
 // exp(x) = 2^(x log2 e): 2 ulp plus |x| / 2 ulp of the argument. Arguments here are differences to a row's maximum, so
 // that the error relative to the row's largest exponential, 1, stays below 1 ulp.
-__device__ inline float Exp(float x) { return Exp2(x * 1.4426950408889634f); }
+__device__ inline float Exp(float x) { return Exp2(x * kLog2E); }
 __device__ inline double Exp(double x) { return exp(x); }
-// exp(x) / 2^log2_divisor for results of 16 bits: the argument is rounded to 2^-24 of its size, the logarithm to 2^-22.
-__device__ inline float ExpOver(float x, float log2_divisor) {
-  return Exp2(fmaf(x, 1.4426950408889634f, -log2_divisor));
+// exp(x), x <= 0, to 2 ulp; 0 where that is denormal: 2^whole 2^rest, |rest| <= 1/2. What is added to find `whole`
+// leaves it in the lowest bits, to be made an exponent, which from -88 on is that of 0.
+__device__ inline float PreciseExp(float x) {
+  constexpr float kWhole = 3 << 22;
+  x = MaxOrNaN(x, -88.0f);
+  const float shifted = fmaf(x, kLog2E, kWhole), whole = shifted - kWhole;
+  const float rest = fmaf(x, kLog2ERest, fmaf(x, kLog2E, -whole));
+  return Exp2(rest) * __int_as_float((__float_as_int(shifted) << 23) + (127 << 23));
 }
+__device__ inline double PreciseExp(double x) { return exp(x); }
+// exp(x) / 2^log2_divisor for results of 16 bits: the argument is rounded to 2^-24 of its size, the logarithm to 2^-22.
+__device__ inline float ExpOver(float x, float log2_divisor) { return Exp2(fmaf(x, kLog2E, -log2_divisor)); }
 __device__ inline float Log2(float x) { return __log2f(x); }
 __device__ inline float Log(float x) { return logf(x); }
 __device__ inline double Log(double x) { return log(x); }

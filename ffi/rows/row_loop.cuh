@@ -49,11 +49,18 @@ using SumPlacements32 = Types<Looped<Along<8, 1, 4>, 2>,                //     3
 template <class T>
 using SumPlacements = std::conditional_t<sizeof(T) == 2, SumPlacements16, SumPlacements32>;
 // All rows of a thread must begin at the same place in a pack: one row at a time.
-using ShiftedSumPlacements =
-    Types<Looped<Along<8, 3>, 2>, Looped<Along<32, 2>, 2>, Looped<Along<32, 5>, 2, false, true>,
-          Looped<Along<128, 5>, 2, false, true>, Looped<Along<256, 5>, 2, false, true>,
-          Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 4, 1, 8>, 2, true>,
-          Looped<Along<512, 4, 1, 16>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
+using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                       //    185
+                                   Looped<Along<32, 2>, 2>,                      //    505
+                                   Looped<Along<32, 5>, 2, false, true>,         //   1273
+                                   Looped<Along<128, 5>, 2, false, true>,        //   5113
+                                   Looped<Along<256, 5>, 2, false, true>,        //  10233
+                                   Looped<Along<256, 5, 1, 2>, 2, false, true>,  //  20473
+                                   Looped<Along<256, 4, 1, 4>, 2, false, true>,  //  32761
+                                   Looped<Along<128, 5, 1, 8>, 2, false, true>,  //  40953
+                                   Looped<Along<256, 4, 1, 8>, 2, false, true>,  //  65529
+                                   Looped<Along<512, 4, 1, 8>, 2, true, true>,   // 131065
+                                   Looped<Along<512, 4, 1, 16>, 2, true>,        // 262137
+                                   Looped<Along<512, 2, 1, 16>, 2>>;
 using ShortSumPlacements =
     Types<Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 4>, 2, true>,
           Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
@@ -289,17 +296,35 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& sha
   return LaunchSumPlacement<ElementSumPlacements, 1, Lay::kGeneral, A>(stream, op, elements, results, status);
 }
 
-// Blocks that stay while rows go by, in one group.
+// Blocks that stay while rows go by, in one group. Unaligned rows begin at the same place in a pack as every
+// `alike`-th row after them, and a block that keeps to those shifts the parameters once. alike = 1: it does by itself,
+// taking every `clusters`-th row. Else clusters divide the rows, ordered by where they begin, among themselves.
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
-    RowStreamKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry) {
+    RowStreamKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry,
+                    int alike) {
   if constexpr (kRunsHere<P>) {
     using RowType = LoopRow<P, kV, kLay, A, Op>;
     extern __shared__ __align__(16) char shared[];
-    const int64_t end = geometry.rows.total, begin = int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows;
-    const int64_t step = int64_t{gridDim.x / P::kCluster} * RowType::kBlockRows;
+    const int64_t rows = geometry.rows.total, cluster = blockIdx.x / P::kCluster, clusters = gridDim.x / P::kCluster;
     RowType row(geometry, shared, op.Inputs());
-    LoopOverRows(row, op, begin, step, end, [&](RowType& row, int64_t first) { row.MoveToTeam(first, end, {}); });
+    const auto move = [&](RowType& row, int64_t first) { row.MoveToTeam(first, rows, {}); };
+    if constexpr (kLay == Lay::kShifted && P::kCluster > 1) {
+      static_assert(RowType::kBlockRows == 1);
+      int64_t begin = cluster, step = clusters, end = rows, before = 0;
+      for (int start = 0; start < alike; ++start) {
+        if (alike > 1) {
+          const int64_t count = (rows - start + alike - 1) / alike;  // of rows that begin as row `start` does
+          begin = start + max(rows * cluster / clusters - before, int64_t{0}) * alike;
+          end = start + min(rows * (cluster + 1) / clusters - before, count) * alike;
+          step = alike;
+          before += count;
+        }
+        if (begin < end) LoopOverRows(row, op, begin, step, end, move);
+      }
+    } else {
+      LoopOverRows(row, op, cluster * RowType::kBlockRows, clusters * RowType::kBlockRows, rows, move);
+    }
   }
 }
 
@@ -317,14 +342,17 @@ bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::
         Grid grid = {0, P::kThreads, P::kCluster, static_cast<size_t>(RowType::SharedBytes(op.Inputs()))};
         static const int64_t resident = ResidentClusters(kernel, grid);
         int64_t clusters = resident;
-        if (kLay == Lay::kShifted) {  // each thread stays at one shift
-          int64_t every = 1;
-          while (every * P::kTeams * layouts.rows.strides[0][0] % kV) ++every;
-          clusters = clusters / every * every;
+        int alike = 1;
+        if (kLay == Lay::kShifted) {
+          while (alike * P::kTeams * layouts.rows.strides[0][0] % kV) ++alike;
+          if (P::kCluster == 1 || clusters % alike * 12 <= clusters) {  // few are left out
+            clusters -= clusters % alike;
+            alike = 1;
+          }
         }
         if (clusters == 0 || rows < 2 * clusters * RowType::kBlockRows) return false;
         grid.blocks = clusters * P::kCluster;
-        *status = Launch(stream, kernel, grid, op, layouts.template To<LoopGeometry<P, kLay, Op>>());
+        *status = Launch(stream, kernel, grid, op, layouts.template To<LoopGeometry<P, kLay, Op>>(), alike);
         return true;
       });
 }

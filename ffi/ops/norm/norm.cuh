@@ -212,13 +212,17 @@ struct NormStreams {
                       std::conditional_t<sizeof(T) == 4, Looped<rows::Along<512, 8, 1, 16>, 2, false>,
                                          Looped<rows::Along<512, 4, 1, 16>, 3, false>>>;
   // Few threads with many packs: what a thread does for a row, however many packs it has of it, is a third of the work.
-  using Shifted = Types<Kept<rows::Along<4, 5>>,             //   153
-                        Kept<rows::Along<16, 5>>,            //   633
-                        Kept<rows::Along<32, 5>>,            //  1273
-                        Kept<rows::Along<64, 5>>,            //  2553
-                        Kept<rows::Along<128, 5, 1, 1, 4>>,  //  5113
-                        Kept<rows::Along<256, 5, 1, 1, 2>>,  // 10233
-                        Looped<rows::Along<256, 4, 1, 8, 2>, 2, true>, Looped<rows::Along<512, 4, 1, 8>, 2, true>>;
+  using Shifted = Types<Kept<rows::Along<4, 5>>,               //   153
+                        Kept<rows::Along<16, 5>>,              //   633
+                        Kept<rows::Along<32, 5>>,              //  1273
+                        Kept<rows::Along<64, 5>>,              //  2553
+                        Kept<rows::Along<128, 5, 1, 1, 4>>,    //  5113
+                        Kept<rows::Along<128, 5, 1, 2, 3>>,    // 10233
+                        Kept<rows::Along<128, 5, 1, 4, 3>>,    // 20473
+                        Kept<rows::Along<256, 4, 1, 4, 2>>,    // 32761
+                        Kept<rows::Along<128, 5, 1, 8, 3>>,    // 40953
+                        Kept<rows::Along<256, 4, 1, 8, 2>>,    // 65529
+                        Kept<rows::Along<256, 4, 1, 16, 2>>>;  // 131065
 };
 
 template <bool kCentred>

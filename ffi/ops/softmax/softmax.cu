@@ -21,7 +21,7 @@ struct SoftmaxForward : LogitsOp<kGiven, 1> {
       if constexpr (sizeof(U) > 2) {
         using Quotient = rows::Divisor<A>;
         const auto total = row.Each([](A sum) { return Quotient(sum); }, sums.total);
-        const auto quotient = [](A value, A max, Quotient sum) { return rows::Exp(value - max) / sum; };
+        const auto quotient = [](A value, A max, Quotient sum) { return rows::PreciseExp(value - max) / sum; };
         return rows::Map(quotient, z, sums.max, total);
       } else {
         const auto log2_sum = row.Each([](A sum) { return rows::Log2(sum); }, sums.total);

@@ -7,6 +7,7 @@
 namespace jaxops::rows {
 
 inline float Exp2(float x) { return std::exp2(x); }
+inline float MaxOrNaN(float a, float b) { return a != a || a > b ? a : b; }
 using emulator::ClusterArrive;
 using emulator::ClusterRank;
 using emulator::ClusterWait;
