@@ -107,7 +107,7 @@ reproducible:
 	done
 	cd build/reproducible && sha256sum */dist/* && for file in a/dist/*; do cmp $$file b/dist/$$(basename $$file) || exit 1; done
 
-cxx_sources = $(shell find ffi tests/emulator -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
+cxx_sources = $(shell find ffi tests -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 
 fmt: $(VENV)/ready
 	$(python) -m ruff check --fix .

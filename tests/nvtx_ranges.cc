@@ -8,7 +8,8 @@ namespace {
 
 const char* Text(const nvtxEventAttributes_t* event) {
   if (event->messageType == NVTX_MESSAGE_TYPE_ASCII) return event->message.ascii;
-  if (event->messageType == NVTX_MESSAGE_TYPE_REGISTERED) return reinterpret_cast<const char*>(event->message.registered);
+  if (event->messageType == NVTX_MESSAGE_TYPE_REGISTERED)
+    return reinterpret_cast<const char*>(event->message.registered);
   return "?";
 }
 nvtxDomainHandle_t CreateDomain(const char* name) { return reinterpret_cast<nvtxDomainHandle_t>(strdup(name)); }
