@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import contract
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxops
+from jaxops import _rows
 from jaxops.ops import _matmul_choice as choices
 
 #: Sizes of the recorded calls, each of its own, that `resized` replaces.
@@ -66,14 +68,22 @@ def row_calls(op: str, dtype: str, options: bool, across: bool = False, platform
     return _forward_and_backward(function, platform, dtype, [x, *vectors, x, where], 3)
 
 
-def resized(call: frames.Call, rows: int, columns: int, length: int = LENGTH) -> frames.Call:
-    """The call of `row_calls` of another size."""
+def resized(call: frames.Call, rows: int, columns: int, length: int = LENGTH, chunks: int | None = None) -> frames.Call:
+    """The call of `row_calls` of another size; its sums over rows in chunks as many as given, or as such a call has."""
     sizes = {ROWS: rows, LENGTH: length, COLUMNS: columns}
 
-    def buffers(given: Sequence[frames.Operand]) -> tuple[frames.Operand, ...]:
-        return tuple(frames.Operand(tuple(sizes.get(d, d) for d in operand.shape), operand.code) for operand in given)
+    def buffers(given: Sequence[frames.Operand]) -> list[frames.Operand]:
+        return [frames.Operand(tuple(sizes.get(d, d) for d in operand.shape), operand.code) for operand in given]
 
-    return call.replace(operands=buffers(call.operands), results=buffers(call.results))
+    operands, results = buffers(call.operands), buffers(call.results)
+    for i in call.workspaces:
+        sums, groups, _, summed = results[i].shape
+        x = operands[0].shape
+        widest = max(operand.dtype.itemsize for operand in operands if operand.shape == x)
+        each = max(math.prod(x) // max(groups * summed, 1), 1)
+        found = chunks or _rows._chunks(groups, each, summed, widest)
+        results[i] = frames.Operand((sums, groups, found, summed), results[i].code)
+    return call.replace(operands=tuple(operands), results=tuple(results))
 
 
 def matmul_calls() -> list[frames.Call]:

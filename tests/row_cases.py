@@ -18,6 +18,14 @@ COLUMNS = sorted(
     | {1, 2, 3, 4, 5, 6, 65536, 69999, 70000, 131065, 131072, 131073, 262144, 262145, 524288, 524297}
 )
 
+#: Some of them, for tools under which a call may take seconds: of aligned rows each capacity itself, of unaligned ones
+#: the longest row that each placement for them holds (rows/launch.cuh and rows/row_loop.cuh), and the streamed ones.
+_UNALIGNED = (96, 192, 256, 512, 640, 1280, 2560, 5120, 10240, 16384, 20480, 28672, 32768, 40960, 57344)
+COLUMNS_ONCE = sorted(
+    {1, 3, 6, 127, 129, 524297, *(n * 2**k for n in (1, 3, 5) for k in range(3, 13)), *(2**k for k in range(13, 20))}
+    | {n - 7 for n in (*_UNALIGNED, *(2**k for k in range(16, 20)))}
+)
+
 #: Shapes [outer, length, inner] of rows whose elements lie `inner` apart: lengths around the capacities of their
 #: placements, inner sizes that are a multiple of a pack or not; normalised over axis 1.
 STRIDED = [
@@ -26,23 +34,28 @@ STRIDED = [
     for outer, inner in ((2, 3), (1, 33))
 ] + [(2, 130, 2), (3, 40, 31), (1, 40, 32), (2, 5, 100), (1, 2000, 2)]
 STRIDED += [(1, 2**k + d, 8) for k in range(6, 17) for d in (0, 1)] + [(3, 65, 72), (2, 513, 40), (1, 1024, 136)]
+STRIDED += [(1, 300, 1200)]  # on the CPU threads share the columns of rows side by side
 
 #: One shape for each placement of such rows.
 STRIDED_ONCE = [(2, 9, 3), (1, 129, 33), (1, 1500, 33), (3, 40, 31), (3, 65, 72), (1, 65536, 8)]
 STRIDED_ONCE += [(1, 2**k, 8) for k in range(6, 15)]
 
 
-def crowds(dtype, on_gpu: bool, few_clusters: bool = False) -> list[tuple[int, int]]:
+def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
     """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other.
 
-    few_clusters: no more than two rows where clusters of 16 blocks take them.
+    tool: of compute-sanitizer, the one that runs, if one does. Under racecheck, where each access to shared memory
+    costs, an eighth of them, or 33: four for each of eight blocks. Under synccheck
+    two where clusters of 16 blocks take them (tools/sanitize_gpu.py).
     """
     pack = 16 // np.dtype(dtype).itemsize
     shapes = [(9001, 8 * pack), (4301, 16 * pack), (2201, 32 * pack), (1101, 64 * pack)]
     shapes += [(541, 1024 * pack), (281, 2048 * pack), (141, 4096 * pack), (71, 8192 * pack), (35, 16384 * pack)]
     shapes += [(19, 32768 * pack), (17001, 127), (1001, 1001), (1501, 4097), (71, 50257)]
     shapes += [(411, 9001), (201, 20001), (131, 30001), (101, 40001), (43, 100001)]
-    if few_clusters:
+    if tool == "racecheck":
+        shapes = [(min(rows, max(rows // 8, 33)), columns) for rows, columns in shapes]
+    if tool == "synccheck":
         shapes = [(rows if columns <= 8192 * pack else 2, columns) for rows, columns in shapes]
     return shapes if on_gpu else [(min(rows, 70), columns) for rows, columns in shapes if columns < 5000]
 

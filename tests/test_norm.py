@@ -139,6 +139,20 @@ def test_absent_parameters(op, present, rng):
 
 
 @every_op
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_many_rows_side_by_side_without_parameters(op, dtype, rng):
+    """On the CPU threads share the columns of such rows."""
+    shape, axis = (1, 300, 1200), 1
+    with contract.precision_of(dtype):
+        x, dy = (edged(rng, shape, dtype, axis, 4) for _ in range(2))
+        got = run(lambda x: call(op, x, axis=axis), x, cotangent=dy)
+    wanted = closed_form(op, x, np.ones((1, 300, 1)), None, dy, axis)
+    rounding = contract.GRADIENT_ROUNDING * (8 if dtype == "float64" else 1)
+    for i in range(2):
+        assert_matches(got[i], wanted[i], f"result {i}", rounding)
+
+
+@every_op
 @pytest.mark.parametrize("epsilon", [0, 1e-12, 1e-5, 0.5, np.float32(1e-3), 3])
 def test_epsilon(op, epsilon, rng):
     x = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32)

@@ -2,6 +2,7 @@
 #ifndef JAXOPS_CORE_MATH_CPU_H_
 #define JAXOPS_CORE_MATH_CPU_H_
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -9,6 +10,8 @@
 #include <limits>
 #include <type_traits>
 #include <utility>
+
+#include "core/parallel_cpu.h"
 
 // One clone an instruction set, chosen when the module is loaded (by the set: an arch= of one processor's name would
 // run on that processor alone). Whatever such a function calls is inlined into it. One will do for the sanitizers.
@@ -165,6 +168,14 @@ struct RowLoop {
   }
 };
 
+// The parts of a bundle's columns, among which threads share a pass over it. Sums are taken part by part, however many
+// threads there are.
+struct ColumnParts {
+  int64_t count = 1;
+  Device* pool = nullptr;    // as `values`, needed where there are several
+  double* values = nullptr;  // [count, lanes]
+};
+
 // The same over `rows` rows side by side: element c of row w is number c * pitch + w. lanes: how many rows are
 // computed; what those above `rows` give is of no use.
 template <class A>
@@ -172,6 +183,7 @@ struct BundleLoop {
   static constexpr int64_t kMaxLanes = 1024;
 
   int64_t columns, pitch, lanes, rows;
+  ColumnParts parts;
 
   struct Value {
     A value[kMaxLanes];
@@ -181,53 +193,98 @@ struct BundleLoop {
 
   template <class F>
   JAXOPS_INLINE void ForEach(F f) const {
-    for (int64_t c = 0; c < columns; ++c) {
+    ForEachPart([&](int64_t, int64_t begin, int64_t end) { ForEachIn(begin, end, f); });
+  }
+
+  template <class F>
+  JAXOPS_INLINE Value Max(F f) const {
+    return Reduce([&](int64_t begin, int64_t end, double* values) { MaxIn(begin, end, f, values); },
+                  [](double value, double& max, double&) { max = value > max ? value : max; });
+  }
+
+  template <class F>
+  JAXOPS_INLINE Value Sum(F f) const {
+    return Reduce([&](int64_t begin, int64_t end, double* values) { SumIn(begin, end, f, values); },
+                  [](double value, double& total, double& excess) { math_internal::Add<A>(value, total, excess); });
+  }
+
+  template <class F>
+  JAXOPS_INLINE void AddColumns(F f, A* sums) const {
+    ForEachPart([&](int64_t, int64_t begin, int64_t end) { AddColumnsIn(begin, end, f, sums); });
+  }
+
+ private:
+  template <class Run>
+  JAXOPS_INLINE void ForEachPart(const Run& run) const {
+    if (parts.count == 1) return run(0, 0, columns);
+    ParallelFor(*parts.pool, std::min(parts.pool->num_threads(), parts.count), parts.count, [&](int64_t, int64_t part) {
+      run(part, columns * part / parts.count, columns * (part + 1) / parts.count);
+    });
+  }
+
+  // Joins what reduce(begin, end, values) gives of each part, in their order.
+  template <class Run, class Join>
+  JAXOPS_INLINE Value Reduce(const Run& reduce, Join join) const {
+    double own[kMaxLanes];
+    double* const values = parts.count == 1 ? own : parts.values;
+    ForEachPart([&](int64_t part, int64_t begin, int64_t end) { reduce(begin, end, values + part * lanes); });
+    Value result;
+    for (int64_t w = 0; w < lanes; ++w) {
+      double joined = values[w], excess = 0;
+      for (int64_t part = 1; part < parts.count; ++part) join(values[part * lanes + w], joined, excess);
+      result[w] = static_cast<A>(joined);
+    }
+    return result;
+  }
+
+  // The passes over columns begin to end. Each is a function with clones of its own: what a thread of the pool is
+  // handed is not inlined into any.
+  template <class F>
+  JAXOPS_CLONES void ForEachIn(int64_t begin, int64_t end, F f) const {
+    for (int64_t c = begin; c < end; ++c) {
 #pragma omp simd
       for (int64_t w = 0; w < lanes; ++w) f(c * pitch + w, w);
     }
   }
 
   template <class F>
-  JAXOPS_INLINE Value Max(F f) const {
-    Value max;
+  JAXOPS_CLONES void MaxIn(int64_t begin, int64_t end, F f, double* values) const {
+    A max[kMaxLanes];
     for (int64_t w = 0; w < lanes; ++w) max[w] = math_internal::kLowest<A>;
-    for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t c = begin; c < end; ++c) {
 #pragma omp simd
       for (int64_t w = 0; w < lanes; ++w) {
         const A value = f(c * pitch + w, w);
         max[w] = value > max[w] ? value : max[w];
       }
     }
-    return max;
+    for (int64_t w = 0; w < lanes; ++w) values[w] = max[w];
   }
 
   template <class F>
-  JAXOPS_INLINE Value Sum(F f) const {
-    double totals[kMaxLanes], excesses[kMaxLanes];
-    for (int64_t w = 0; w < lanes; ++w) totals[w] = excesses[w] = 0;
+  JAXOPS_CLONES void SumIn(int64_t begin, int64_t end, F f, double* values) const {
+    double excesses[kMaxLanes];
+    for (int64_t w = 0; w < lanes; ++w) values[w] = excesses[w] = 0;
     // Several columns for each time that the totals are read and written.
     const auto add = [&]<int64_t kColumns>(int64_t c) {
 #pragma omp simd
       for (int64_t w = 0; w < lanes; ++w) {
-        double total = totals[w], excess = excesses[w];
+        double total = values[w], excess = excesses[w];
         for (int64_t k = 0; k < kColumns; ++k) {
           math_internal::Add<A>(static_cast<double>(f((c + k) * pitch + w, w)), total, excess);
         }
-        totals[w] = total, excesses[w] = excess;
+        values[w] = total, excesses[w] = excess;
       }
     };
     constexpr int64_t kFew = 4;
-    int64_t c = 0;
-    for (; c + kFew <= columns; c += kFew) add.template operator()<kFew>(c);
-    for (; c < columns; ++c) add.template operator()<1>(c);
-    Value result;
-    for (int64_t w = 0; w < lanes; ++w) result[w] = static_cast<A>(totals[w]);
-    return result;
+    int64_t c = begin;
+    for (; c + kFew <= end; c += kFew) add.template operator()<kFew>(c);
+    for (; c < end; ++c) add.template operator()<1>(c);
   }
 
   template <class F>
-  JAXOPS_INLINE void AddColumns(F f, A* sums) const {
-    for (int64_t c = 0; c < columns; ++c) {
+  JAXOPS_CLONES void AddColumnsIn(int64_t begin, int64_t end, F f, A* sums) const {
+    for (int64_t c = begin; c < end; ++c) {
       double sum = 0;
 #pragma omp simd reduction(+ : sum)
       for (int64_t w = 0; w < rows; ++w) sum += static_cast<double>(f(c * pitch + w, w));

@@ -233,18 +233,10 @@ class RowWalk {
       in_place_[k] = t.present() && (bundled_ ? uniform : Direct(t) && columns_.Adjacent(t.slot) && padded);
       guarded_ |= in_place_[k] && n_ % kPack != 0;
     }
-    // A block's buffers stay in the nearest cache, a bundle's in the second.
-    constexpr int64_t kBlockElements = 1024, kBundleElements = 1 << 17, kFewLanes = 128;
-    const int64_t fitting = (bundled_ ? kBundleElements : kBlockElements) / std::max<int64_t>(n_, 1);
-    if (!bundled_) {
-      width_ = std::clamp<int64_t>(fitting, 1, line_);
-    } else if (uniform) {
-      // The wider, the longer the runs of memory in which columns are read.
-      const int64_t lines = shape.total_rows() / line_, parts = threads ? (threads + lines - 1) / lines : line_;
-      width_ =
-          std::min(line_, std::clamp(RoundUp((line_ + parts - 1) / parts, kPack), kFewLanes, BundleLoop<A>::kMaxLanes));
+    if (bundled_) {
+      SetBundles(shape.total_rows() / line_, threads, uniform);
     } else {
-      width_ = std::min(line_, std::clamp(fitting / kPack * kPack, kPack, kFewLanes));
+      width_ = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(n_, 1), 1, line_);
     }
     // The first output of a bundle, or of a row alone, takes the first input's place.
     const bool shared = (bundled_ || width_ == 1) && tensors_[0].present() && !in_place_[0];
@@ -257,12 +249,15 @@ class RowWalk {
 
   void Run(Device& pool) const {
     const int64_t tasks = tasks_ * shape_.groups.total;
-    const int64_t workers = std::max<int64_t>(1, std::min(pool.num_threads(), tasks));
+    const int64_t workers = parts_ > 1 ? 1 : std::max<int64_t>(1, std::min(pool.num_threads(), tasks));
     const std::unique_ptr<A, rows_internal::AlignedDelete> buffers(
         static_cast<A*>(::operator new(workers * buffers_ * buffer_size_ * sizeof(A), std::align_val_t{64})));
+    std::vector<double> values(parts_ > 1 ? parts_ * width_ : 0);
+    const ColumnParts parts = {parts_, &pool, values.data()};
     ParallelFor(pool, workers, tasks, [&](int64_t worker, int64_t task) {
       State state;
       state.task = task;
+      state.parts = parts;
       state.buffers = buffers.get() + worker * buffers_ * buffer_size_;
       shape_.groups.Offsets(task / tasks_, state.group);
       state.gathered.fill(std::numeric_limits<int64_t>::min());
@@ -277,14 +272,36 @@ class RowWalk {
  private:
   static constexpr int kFull = 0;
   static constexpr size_t kTensors = kInputs + kOutputs;
+  // A block's buffers stay in the nearest cache, a bundle's in the second.
+  static constexpr int64_t kBlockElements = 1024, kBundleElements = 1 << 17;
 
   // Of one task.
   struct State {
     int64_t task;
+    ColumnParts parts;
     A* buffers;
     int64_t group[kSlots];
     std::array<int64_t, kTensors> gathered;  // where the buffers' contents begin
   };
+
+  // The wider bundles are, the longer the runs of memory in which columns are read. Threads share the columns of
+  // bundles in place if those are few and large; of others each thread gets some, wherever they are wide enough then.
+  void SetBundles(int64_t lines, int64_t threads, bool in_place) {
+    constexpr int64_t kFew = 16, kLargeElements = 1 << 18, kParts = 16, kFewLanes = 128, kMostBufferedLanes = 512;
+    const int64_t widest = std::min(line_, BundleLoop<A>::kMaxLanes);
+    if (in_place && lines * ((line_ + widest - 1) / widest) < kFew && n_ * widest >= kLargeElements) {
+      width_ = widest;
+      parts_ = kParts;
+      return;
+    }
+    const int64_t bundles = threads ? (threads + lines - 1) / lines : line_;
+    width_ = std::clamp(RoundUp((line_ + bundles - 1) / bundles, kPack), kFewLanes, BundleLoop<A>::kMaxLanes);
+    if (!in_place) {
+      const int64_t fitting = kBundleElements / std::max<int64_t>(n_, 1) / kPack * kPack;
+      width_ = std::min({width_, std::max(fitting, kPack), kMostBufferedLanes});
+    }
+    width_ = std::min(width_, line_);
+  }
 
   static bool Direct(const RowTensor& t) {
     return t.type == (std::is_same_v<A, double> ? DataType::F64 : DataType::F32);
@@ -313,7 +330,8 @@ class RowWalk {
     for (int64_t bundle = total * part / tasks_; bundle < total * (part + 1) / tasks_; ++bundle) {
       const int64_t first = bundle % bundles_per_line * width_, count = std::min(width_, line_ - first);
       const int64_t lanes = in_place_[0] ? count : RoundUp(count, kPack);
-      Compute(BundleLoop<A>{n_, pitch_, lanes, count}, bundle / bundles_per_line * line_ + first, count, state);
+      Compute(BundleLoop<A>{n_, pitch_, lanes, count, state.parts}, bundle / bundles_per_line * line_ + first, count,
+              state);
     }
   }
 
@@ -369,6 +387,7 @@ class RowWalk {
   std::array<bool, kTensors> in_place_;
   std::array<int64_t, kTensors> buffer_ = {};  // of those that are not in place
   int64_t buffers_ = 0;
+  int64_t parts_ = 1;                    // of a bundle's columns
   int64_t width_, pitch_, buffer_size_;  // width: rows of a block or bundle
 };
 

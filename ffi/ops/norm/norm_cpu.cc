@@ -47,11 +47,10 @@ JAXOPS_INLINE void ForwardRow(const Loop& loop, bool centred, const A* x, const 
 
 // With x^ = (x - mean) rstd, g = dy scale and n' the number of positions that count (w = 1 there, else 0):
 //   dx = rstd (g - w / n' (sum(g) + x^ sum(g x^))) + dsum, dscale += dy x^, dbias += dy
-template <class Loop, class A, class Value>
-JAXOPS_INLINE void BackwardRow(const Loop& loop, bool centred, const A* x, const A* scale, const A* where, const A* dy,
+template <class Loop, class A, class Value, class G>
+JAXOPS_INLINE void BackwardRow(const Loop& loop, bool centred, const A* x, const G& g, const A* where, const A* dy,
                                const A* dsum, const Value& mean, const Value& rstd, A* dx, A* dscale, A* dbias) {
   const auto normalised = [&](int64_t i, int64_t w) { return (x[i] - mean[w]) * rstd[w]; };
-  const auto g = [&](int64_t i, int64_t) { return scale ? dy[i] * scale[i] : dy[i]; };
   Value mean_g, mean_gx, count;
   for (int64_t w = 0; w < loop.rows; ++w) mean_g[w] = 0, count[w] = static_cast<A>(loop.columns);
   if (centred) mean_g = loop.Sum(g);
@@ -135,7 +134,14 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
           }
           A* const dscale = has_dscale ? sums.Partial(0, position.task) : nullptr;
           A* const dbias = has_dbias ? sums.Partial(has_dscale, position.task) : nullptr;
-          BackwardRow(loop, kCentred, x, scale, where, dy, dsum, mean, rstd, out[0], dscale, dbias);
+          const auto run = [&](const auto& g) {
+            BackwardRow(loop, kCentred, x, g, where, dy, dsum, mean, rstd, out[0], dscale, dbias);
+          };
+          if (scale) {
+            run([&](int64_t i, int64_t) { return dy[i] * scale[i]; });
+          } else {
+            run([&](int64_t i, int64_t) { return dy[i]; });
+          }
         });
     sums.Finish(pool, call.shape, NormCall::kSum);
     return Error::Success();
