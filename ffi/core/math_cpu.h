@@ -185,6 +185,11 @@ struct ColumnParts {
   int64_t count = 1;
   Device* pool = nullptr;    // as `values`, needed where there are several
   double* values = nullptr;  // [count, lanes]
+
+  // Calls run(context, part) for each on the pool's threads. Not inlined: each pass of each body would hold a copy.
+  __attribute__((noinline)) void ForEach(void (*run)(const void*, int64_t), const void* context) const {
+    ParallelFor(*pool, std::min(pool->num_threads(), count), count, [=](int64_t, int64_t part) { run(context, part); });
+  }
 };
 
 // The same over `rows` rows side by side: element c of row w is number c * pitch + w. lanes: how many rows are
@@ -228,9 +233,11 @@ struct BundleLoop {
   template <class Run>
   JAXOPS_INLINE void ForEachPart(const Run& run) const {
     if (parts.count == 1) return run(0, 0, columns);
-    ParallelFor(*parts.pool, std::min(parts.pool->num_threads(), parts.count), parts.count, [&](int64_t, int64_t part) {
+    const auto run_part = [&](int64_t part) {
       run(part, columns * part / parts.count, columns * (part + 1) / parts.count);
-    });
+    };
+    using Part = decltype(run_part);
+    parts.ForEach([](const void* context, int64_t part) { (*static_cast<const Part*>(context))(part); }, &run_part);
   }
 
   // Joins what reduce(begin, end, values) gives of each part, in their order.

@@ -191,8 +191,19 @@ struct Block {
   std::array<int64_t, kInputs + kOutputs> pitches;
 
   // Calls body(loop, position, inputs, outputs) for every row.
+  template <class Body>
+  JAXOPS_CLONES void Run(const RowLoop<A>& loop, const Body& body) {
+    ForEach(loop, body);
+  }
+  // The same for a bundle, whose passes have clones of their own.
+  template <class Body>
+  void Run(const BundleLoop<A>& loop, const Body& body) {
+    ForEach(loop, body);
+  }
+
+ private:
   template <class Loop, class Body>
-  JAXOPS_CLONES void Run(const Loop& loop, const Body& body) {
+  JAXOPS_INLINE void ForEach(const Loop& loop, const Body& body) {
     for (; position.row < rows; ++position.row) {
       const int64_t row = position.row;
       std::array<const A*, kInputs> in;
