@@ -147,7 +147,8 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxops
-      >>> found = jaxops.explain(jax.jit(jaxops.matmul), jnp.ones((8, 4)), jnp.ones((4, 2)), platform="cuda")
+      >>> a, b = jnp.ones((8, 4)), jnp.ones((4, 2))
+      >>> found = jaxops.explain(jax.jit(jaxops.matmul), a, b, platform="cuda")
       >>> [(call.kernel, call.operands, call.results, call.flops) for call in found.calls]
       [('matmul', ('f32[8,4]', 'f32[4,2]'), ('f32[8,2]',), 128)]
     """

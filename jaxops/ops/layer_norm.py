@@ -20,7 +20,7 @@ def layer_norm(
     residual: jax.typing.ArrayLike | None = None,
     dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Layer normalisation: :math:`(x - \mathrm{mean}) / \sqrt{\mathrm{var} + \epsilon} \cdot scale + bias`.
+    r"""Layer normalisation: :math:`(x - \mu) / \sqrt{\sigma^2 + \epsilon} \cdot \mathrm{scale} + \mathrm{bias}`.
 
     After Ba, Kiros and Hinton, "Layer Normalization" (2016). Mean and (biased) variance are taken over `axis`, in f32
     (f64 if an operand or the result is f64); the variance from the deviations, so that it stays exact where the mean

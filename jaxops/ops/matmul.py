@@ -97,7 +97,7 @@ def matmul(
     lhs_scale: jax.typing.ArrayLike | None = None,
     rhs_scale: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
-    r"""Matrix product with the semantics of :func:`jax.numpy.matmul`: :math:`\mathrm{activation}(s\,a b + bias)`.
+    r"""Matrix product as of :func:`jax.numpy.matmul`: :math:`\mathrm{activation}(s\,a b + \mathrm{bias})`.
 
     Sums are kept in f32 (f64 for f64); scales, bias and activation are applied to them before the result is rounded.
     On a GPU f32 operands are rounded to TF32 unless the highest precision is asked for, as XLA's are; then the error is

@@ -18,7 +18,7 @@ def rms_norm(
     residual: jax.typing.ArrayLike | None = None,
     dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Root mean square normalisation: :math:`x / \sqrt{\mathrm{mean}(x^2) + \epsilon} \cdot scale`.
+    r"""Root mean square normalisation: :math:`x / \sqrt{\mathrm{mean}(x^2) + \epsilon} \cdot \mathrm{scale}`.
 
     After Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). The mean square is taken over `axis`, in
     f32 (f64 if an operand or the result is f64). Results equal those of Flax's `RMSNorm`.
