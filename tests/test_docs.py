@@ -61,10 +61,23 @@ def test_every_page_is_in_the_site():
     assert sorted(navigation) == sorted(str(p.relative_to(ROOT / "docs")) for p in PAGES[:-2])
 
 
+def tool(name):
+    """A module of tools/, which is no package."""
+    specification = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_formulas():
+    page = 'a <span class="arithmatex">\\(x_i &lt; \\epsilon\\)</span> b <div class="arithmatex">\\[y\\]</div> c'
+    got = tool("formulas").on_page_content(page)
+    assert "arithmatex" not in got and got.startswith("a <math") and got.endswith("</math> c"), got
+    assert got.count("<math") == 2 and "&#x0003C;" in got and 'display="block"' in got, got
+
+
 def test_charts(tmp_path):
-    specification = importlib.util.spec_from_file_location("charts", ROOT / "tools" / "charts.py")
-    charts = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(charts)
+    charts = tool("charts")
     drawn = charts.draw_all()
     for page in PAGES:
         for name in re.findall(r"charts/(\w+\.svg)", page.read_text()):
