@@ -45,8 +45,8 @@ def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
     """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other.
 
     tool: of compute-sanitizer, the one that runs, if one does. Under racecheck, where each access to shared memory
-    costs, an eighth of them, or 33: four for each of eight blocks. Under synccheck
-    two where clusters of 16 blocks take them (tools/sanitize_gpu.py).
+    costs, an eighth of the rows, or 33: four for each of eight blocks. Under synccheck two where clusters of 16 blocks
+    take them (tools/sanitize_gpu.py).
     """
     pack = 16 // np.dtype(dtype).itemsize
     shapes = [(9001, 8 * pack), (4301, 16 * pack), (2201, 32 * pack), (1101, 64 * pack)]
