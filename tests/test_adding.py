@@ -59,7 +59,6 @@ def test_lists():
     assert all((ROOT / name.replace("l2_normalize", "softmax")).parent.is_dir() for name in shown)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_op(tmp_path):
     jaxlib = pytest.importorskip("jaxlib")
