@@ -1,5 +1,6 @@
-"""The GPU handlers under compute-sanitizer: `make sanitize-gpu`. On call frames of every row length, by which every
-placement of the row kernels is visited, and of every tile; without red zones, as the tools watch the memory themselves.
+"""The GPU handlers under compute-sanitizer: `make sanitize-gpu`. On call frames of rows of every placement (lengths by
+capacity: COLUMNS_ONCE in tests/row_cases.py) and of every tile; without red zones, as the tools watch the memory
+themselves.
 
 Under racecheck a launch in a cluster of 16 blocks takes seconds, however small: its tests are processes of their own,
 the other tools' those of an op and a dtype. Several run at a time, spread over the GPUs of the machine. Prints a line
