@@ -44,6 +44,8 @@ class Bound(NamedTuple):
 BOUNDS = {
     "rows, 16 bits": Bound(0.6, 1.0, 2.0, 2.0),
     "rows, 32 or 64 bits": Bound(1.5, 1.5, 16.0, 6.0),
+    # Logits of up to 5 are rounded before the exponential: 5 units of it.
+    "rows with scale and bias, 32 or 64 bits": Bound(5.0, 1.5, 16.0, 6.0),
     "rows of 2^20, 16 bits": Bound(0.6, 1.0, 20.0, 2.0),  # gradients of a softmax that is denormal in f16
     "rows of 2^20, 32 or 64 bits": Bound(2.5, 12.0, 16.0, 6.0),
     "products, 8 bits": Bound(8.0, 4.0, 0.0, 0.0),
@@ -64,6 +66,8 @@ def bound(op: str, dtype: str, options: str, on_gpu: bool) -> Bound:
     if kind == "products" and options.startswith("bias") and np.dtype(dtype).itemsize == 2:
         kind = "products with bias and activation"
     wide = np.dtype(dtype).itemsize > 2 or options == "float32 result"
+    if wide and op.endswith("softmax") and options == "scale, bias":
+        kind = "rows with scale and bias"
     return BOUNDS[f"{kind}, 32 or 64 bits" if wide else f"{kind}, 16 bits"]
 
 

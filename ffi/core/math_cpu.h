@@ -87,95 +87,176 @@ JAXOPS_INLINE T Fold(const T* values) {
 
 }  // namespace math_internal
 
-// The loops over one row of adjacent elements. overrun: what lies behind the row may be read and overwritten, up to the
-// end of its last pack, which is then computed whole; reductions leave out what lies behind.
+// The loops over `rows` rows of adjacent elements: element c of row w is number w * columns + c, and f is called with
+// both numbers. Each pass goes over all rows before the next one begins: while a short row's sum is being folded those
+// of the rows behind it go on. Elements beyond a row's last whole pack are computed in a pack that overlaps it.
 template <class A>
 struct RowLoop {
-  int64_t columns;
-  bool overrun;
-  static constexpr int64_t rows = 1;
+  static constexpr int64_t kMaxRows = 16;
+
+  int64_t columns, rows;
 
   struct Value {
-    A value[1];
-    JAXOPS_INLINE A operator[](int64_t) const { return value[0]; }
-    JAXOPS_INLINE A& operator[](int64_t) { return value[0]; }
+    A value[kMaxRows];
+    JAXOPS_INLINE A operator[](int64_t w) const { return value[w]; }
+    JAXOPS_INLINE A& operator[](int64_t w) { return value[w]; }
   };
 
+  // target = f, which may read target's own element.
   template <class F>
-  JAXOPS_INLINE void ForEach(F f) const {
-    const int64_t full = columns / kPack * kPack;
+  JAXOPS_INLINE void Map(A* target, F f) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      A* const to = target + row * columns;
+      const auto element = [&](int64_t i) { return f(row * columns + i, row); };
+      if (columns < kPack) {
+        for (int64_t i = 0; i < columns; ++i) to[i] = element(i);
+        continue;
+      }
+      const int64_t before = BeforeLast();
 #pragma omp simd
-    for (int64_t i = 0; i < full; ++i) f(i, 0);
-    ForEachOfRest(full, [&](int w, int) { f(full + w, 0); });
+      for (int64_t i = 0; i < before; ++i) to[i] = element(i);
+      if (before == columns) continue;
+      A last[kPack];
+      TakeLast(element, last);
+#pragma omp simd
+      for (int64_t w = 0; w < kPack; ++w) to[before + w] = element(before + w);
+      StoreLast(last, to);
+    }
   }
 
   // max over f; NaN is ignored, as the callers' later subtraction brings it back.
   template <class F>
   JAXOPS_INLINE Value Max(F f) const {
-    A max[kLanes];
-    for (A& value : max) value = math_internal::kLowest<A>;
-    ForEachLane(0, f, [&](int64_t w, A value) { max[w] = value > max[w] ? value : max[w]; }, math_internal::kLowest<A>);
-    return {{math_internal::Fold<true, kLanes>(max)}};
+    const auto larger = [](A a, A b) { return a > b ? a : b; };
+    constexpr A kLowest = math_internal::kLowest<A>;
+    Value result;
+    for (int64_t row = 0; row < rows; ++row) {
+      const auto element = [&](int64_t i) { return f(row * columns + i, row); };
+      if (columns < kPack) {
+        result[row] = kLowest;
+        for (int64_t i = 0; i < columns; ++i) result[row] = larger(element(i), result[row]);
+        continue;
+      }
+      A max[kLanes];
+      for (A& value : max) value = kLowest;
+      const auto join = [&](int64_t w, A value) { max[w] = larger(value, max[w]); };
+      ForEachLane<4>(element, larger, join);
+      if (BeforeLast() < columns) {
+        A last[kPack];
+        TakeLast(element, last);
+        JoinLast(element, last, join, kLowest);
+      }
+      result[row] = math_internal::Fold<true, kLanes>(max);
+    }
+    return result;
   }
 
   template <class F>
   JAXOPS_INLINE Value Sum(F f) const {
-    double total[kLanes] = {}, excess[kLanes] = {};
-    const auto add = [&](int64_t w, A value) { math_internal::Add<A>(value, total[w], excess[w]); };
-    int64_t i = 0;
-    if constexpr (!std::is_same_v<A, double>) {
-      // Four floats at a time are added by pairs before, which costs less than to convert each.
-      for (; i + 4 * kLanes <= columns; i += 4 * kLanes) {
-#pragma omp simd
-        for (int64_t w = 0; w < kLanes; ++w) {
-          const A first = f(i + w, 0) + f(i + kLanes + w, 0);
-          add(w, first + (f(i + 2 * kLanes + w, 0) + f(i + 3 * kLanes + w, 0)));
-        }
-      }
-    }
-    ForEachLane(i, f, add, A{0});
-    return {{static_cast<A>(math_internal::Fold<false, kLanes>(total))}};
+    return SumOf<false>(nullptr, f);
+  }
+  // The sum of f, which is also kept as target.
+  template <class F>
+  JAXOPS_INLINE Value MapSum(A* target, F f) const {
+    return SumOf<true>(target, f);
   }
 
-  // sums[c] += f(element of column c), exactly up to the row's end.
+  // sums[c] += f(element of column c).
   template <class F>
   JAXOPS_INLINE void AddColumns(F f, A* sums) const {
-#pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) sums[i] += f(i, 0);
+    const RowLoop row_of_sums = {columns, 1};
+    for (int64_t row = 0; row < rows; ++row) {
+      row_of_sums.Map(sums, [&](int64_t i, int64_t) { return sums[i] + f(row * columns + i, row); });
+    }
   }
 
  private:
-  static constexpr int64_t kLanes = 2 * kPack;  // one pack's additions would wait for each other
+  static constexpr int64_t kLanes = std::is_same_v<A, double> ? 2 * kPack : kPack;
 
-  // Calls reduce(lane, f) for all elements from `i` on, and for what lies behind them reduce(lane, neutral).
-  template <class F, class Reduce>
-  JAXOPS_INLINE void ForEachLane(int64_t i, F f, Reduce reduce, A neutral) const {
-    for (; i + kLanes <= columns; i += kLanes) {
-#pragma omp simd
-      for (int64_t w = 0; w < kLanes; ++w) reduce(w, f(i + w, 0));
+  // The columns before the last two packs where these overlap, else all.
+  JAXOPS_INLINE int64_t BeforeLast() const { return columns % kPack == 0 ? columns : columns / kPack * kPack - kPack; }
+
+  template <bool kStore, class F>
+  JAXOPS_INLINE Value SumOf(A* target, F f) const {
+    Value result;
+    for (int64_t row = 0; row < rows; ++row) {
+      A* const to = kStore ? target + row * columns : nullptr;
+      const auto element = [&](int64_t i) { return f(row * columns + i, row); };
+      const auto stored = [&](int64_t i) {
+        const A value = element(i);
+        if constexpr (kStore) to[i] = value;
+        return value;
+      };
+      if (columns < kPack) {
+        double total = 0, excess = 0;
+        for (int64_t i = 0; i < columns; ++i) math_internal::Add<A>(stored(i), total, excess);
+        result[row] = static_cast<A>(total);
+        continue;
+      }
+      double total[kLanes] = {}, excess[kLanes] = {};
+      const auto join = [&](int64_t w, A value) { math_internal::Add<A>(value, total[w], excess[w]); };
+      // Floats are added in fours, or in pairs, before: it costs less than to convert each.
+      constexpr int kTogether = std::is_same_v<A, double> ? 1 : kStore ? 2 : 4;
+      ForEachLane<kTogether>(stored, [](A a, A b) { return a + b; }, join);
+      if (BeforeLast() < columns) {
+        A last[kPack];
+        TakeLast(element, last);
+        JoinLast(stored, last, join, A{0});
+        if constexpr (kStore) StoreLast(last, to);
+      }
+      result[row] = static_cast<A>(math_internal::Fold<false, kLanes>(total));
     }
-    if (i + kPack <= columns) {
-#pragma omp simd
-      for (int64_t w = 0; w < kPack; ++w) reduce(w, f(i + w, 0));
-      i += kPack;
-    }
-    ForEachOfRest(i, [&](int w, int rest) {
-      const A value = f(i + w, 0);
-      reduce(w, w < rest ? value : neutral);
-    });
+    return result;
   }
 
-  // Calls step(w, rest) for the elements full + w of the last pack, of which the row has `rest`.
-  template <class Step>
-  JAXOPS_INLINE void ForEachOfRest(int64_t full, Step step) const {
-    const int rest = static_cast<int>(columns - full);
-    if (rest == 0) return;
-    if (overrun) {
+  // Calls join(lane, element) for the columns before the last two packs; kTogether elements as one, of
+  // pair(pair(), pair()), while there are so many.
+  template <int kTogether, class F, class Pair, class Join>
+  JAXOPS_INLINE void ForEachLane(F element, Pair pair, Join join) const {
+    const int64_t end = BeforeLast();
+    int64_t i = 0;
+    if constexpr (kTogether > 1) {
+      for (; i + kTogether * kLanes <= end; i += kTogether * kLanes) {
 #pragma omp simd
-      for (int w = 0; w < kPack; ++w) step(w, rest);
-    } else {
-      for (int w = 0; w < rest; ++w) step(w, rest);
+        for (int64_t w = 0; w < kLanes; ++w) {
+          A value = pair(element(i + w), element(i + kLanes + w));
+          if constexpr (kTogether == 4) {
+            value = pair(value, pair(element(i + 2 * kLanes + w), element(i + 3 * kLanes + w)));
+          }
+          join(w, value);
+        }
+      }
     }
+    for (; i + kLanes <= end; i += kLanes) {
+#pragma omp simd
+      for (int64_t w = 0; w < kLanes; ++w) join(w, element(i + w));
+    }
+    if constexpr (kLanes > kPack) {
+      if (i + kPack > end) return;
+#pragma omp simd
+      for (int64_t w = 0; w < kPack; ++w) join(w, element(i + w));
+    }
+  }
+
+  // Where the last two packs overlap: the last, taken before anything of the other is stored; both joined; the last
+  // stored.
+  template <class F>
+  JAXOPS_INLINE void TakeLast(F element, A (&last)[kPack]) const {
+#pragma omp simd
+    for (int64_t w = 0; w < kPack; ++w) last[w] = element(columns - kPack + w);
+  }
+  template <class F, class Join>
+  JAXOPS_INLINE void JoinLast(F element, const A (&last)[kPack], Join join, A neutral) const {
+    const int64_t begin = BeforeLast();
+    const int overlap = static_cast<int>(2 * kPack - (columns - begin));
+#pragma omp simd
+    for (int w = 0; w < kPack; ++w) {
+      join(w, element(begin + w));
+      join(w, w < overlap ? neutral : last[w]);
+    }
+  }
+  JAXOPS_INLINE void StoreLast(const A (&last)[kPack], A* to) const {
+    std::memcpy(to + columns - kPack, last, sizeof(last));
   }
 };
 
@@ -208,8 +289,8 @@ struct BundleLoop {
   };
 
   template <class F>
-  JAXOPS_INLINE void ForEach(F f) const {
-    ForEachPart([&](int64_t, int64_t begin, int64_t end) { ForEachIn(begin, end, f); });
+  JAXOPS_INLINE void Map(A* target, F f) const {
+    ForEachPart([&](int64_t, int64_t begin, int64_t end) { MapIn(begin, end, target, f); });
   }
 
   template <class F>
@@ -222,6 +303,11 @@ struct BundleLoop {
   JAXOPS_INLINE Value Sum(F f) const {
     return Reduce([&](int64_t begin, int64_t end, double* values) { SumIn(begin, end, f, values); },
                   [](double value, double& total, double& excess) { math_internal::Add<A>(value, total, excess); });
+  }
+
+  template <class F>
+  JAXOPS_INLINE Value MapSum(A* target, F f) const {
+    return Sum([=](int64_t i, int64_t w) { return target[i] = f(i, w); });
   }
 
   template <class F>
@@ -258,10 +344,10 @@ struct BundleLoop {
   // The passes over columns begin to end. Each is a function with clones of its own: what a thread of the pool is
   // handed is not inlined into any.
   template <class F>
-  JAXOPS_CLONES void ForEachIn(int64_t begin, int64_t end, F f) const {
+  JAXOPS_CLONES void MapIn(int64_t begin, int64_t end, A* target, F f) const {
     for (int64_t c = begin; c < end; ++c) {
 #pragma omp simd
-      for (int64_t w = 0; w < lanes; ++w) f(c * pitch + w, w);
+      for (int64_t w = 0; w < lanes; ++w) target[c * pitch + w] = f(c * pitch + w, w);
     }
   }
 

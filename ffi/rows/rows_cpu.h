@@ -53,9 +53,9 @@ struct Position {
   int64_t task;
   int64_t offsets[kSlots];  // of the block's first row in every layout
   const int64_t* steps;     // to the next row's
-  int64_t row = 0;          // of the block
+  int64_t row = 0;          // of the block, the first of those computed together
 
-  // That of row w of a bundle, or of the row itself.
+  // That of the w-th row from there on.
   JAXOPS_INLINE int64_t Offset(int slot, int64_t w) const { return offsets[slot] + (row + w) * steps[slot]; }
 };
 
@@ -87,8 +87,16 @@ struct Copy {
     } else if (lanes == 0) {
       int64_t position = 0;
       for (int64_t r = 0; r < rows; ++r)
-        for (const int64_t run : *runs)
-          for (int64_t i = 0; i < length; ++i) move(r * row_step + run + i * step, position++);
+        for (const int64_t run : *runs) {
+          const int64_t first = r * row_step + run;
+          if (step == 1) {
+#pragma omp simd
+            for (int64_t i = 0; i < length; ++i) move(first + i, position + i);
+          } else {
+            for (int64_t i = 0; i < length; ++i) move(first + i * step, position + i);
+          }
+          position += length;
+        }
     } else {
       int64_t position = 0;
       for (const int64_t run : *runs)
@@ -191,11 +199,12 @@ struct Block {
   std::array<A*, kInputs + kOutputs> data;
   std::array<int64_t, kInputs + kOutputs> pitches;
 
-  // Calls body(loop, position, inputs, outputs) for every row. The loop over rows stands in the clone itself: in a
-  // function that is inlined into it GCC 12 leaves most of the body's loops as they are, not vectorised.
+  // Calls body(loop, position, inputs, outputs) for every `together` rows. The loop over rows stands in the clone
+  // itself: in a function that is inlined into it GCC 12 leaves most of the body's loops as they are, not vectorised.
   template <class Body>
-  JAXOPS_CLONES void Run(const RowLoop<A>& loop, const Body& body) {
-    for (; position.row < rows; ++position.row) {
+  JAXOPS_CLONES void Run(RowLoop<A> loop, const Body& body) {
+    for (const int64_t together = loop.rows; position.row < rows; position.row += together) {
+      loop.rows = std::min(together, rows - position.row);
       const auto [in, out] = Tensors();
       body(loop, position, in, out);
     }
@@ -219,8 +228,8 @@ struct Block {
 
 // Walks the rows of a call, by lines along the innermost of their axes.
 //
-// Rows of floats are used in place, all others go through buffers. What a RowLoop writes behind a row is the beginning
-// of rows that the same task computes next; rows without enough of them behind are computed without. Bundles are in
+// Rows of floats are used in place, all others go through buffers, as do those of which an op body gets several at a
+// time if they do not follow each other in memory; what is the same for all rows is repeated there. Bundles are in
 // place if all their tensors are floats of x's layout.
 template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
 class RowWalk {
@@ -236,28 +245,29 @@ class RowWalk {
         line_(shape.rows.sizes[shape.rows.count - 1]),
         steps_(shape.rows.strides[shape.rows.count - 1]),
         bundled_(steps_[kFull] == 1 && line_ >= kPack / 4),
-        dense_(steps_[kFull] == n_) {
+        together_(n_ > kShortColumns
+                      ? 1
+                      : std::min({line_, RowLoop<A>::kMaxRows, kShortElements / std::max<int64_t>(n_, 1)})) {
     for (size_t k = 0; k < kTensors; ++k) tensors_.push_back(k < kInputs ? inputs[k] : outputs[k - kInputs]);
     bool uniform = columns_.runs[kFull].size() == 1;
     for (const RowTensor& t : tensors_) uniform &= !t.present() || (t.slot == kFull && Direct(t));
     for (size_t k = 0; k < kTensors; ++k) {
       const RowTensor& t = tensors_[k];
-      const bool padded = t.slot == kFull || n_ % kPack == 0;
-      in_place_[k] = t.present() && (bundled_ ? uniform : Direct(t) && columns_.Adjacent(t.slot) && padded);
-      guarded_ |= in_place_[k] && n_ % kPack != 0;
+      const bool follows = together_ == 1 || steps_[t.slot] == n_;  // each row on the one before it
+      in_place_[k] = t.present() && (bundled_ ? uniform : Direct(t) && columns_.Adjacent(t.slot) && follows);
     }
     if (bundled_) {
       SetBundles(shape.total_rows() / line_, threads, uniform);
     } else {
-      width_ = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(n_, 1), 1, line_);
+      width_ = std::clamp(kBlockElements / std::max<int64_t>(n_, 1), together_, line_);
     }
-    // The first output of a bundle, or of a row alone, takes the first input's place.
-    const bool shared = (bundled_ || width_ == 1) && tensors_[0].present() && !in_place_[0];
+    // The first output takes the first input's place.
+    const bool shared = tensors_[0].present() && !in_place_[0];
     for (size_t k = 0; k < kTensors; ++k) {
       if (tensors_[k].present() && !in_place_[k]) buffer_[k] = k == kInputs && shared ? buffer_[0] : buffers_++;
     }
     pitch_ = uniform ? columns_.strides[kFull] : RoundUp(width_, kPack);
-    buffer_size_ = RoundUp((bundled_ ? RoundUp(width_, kPack) : width_) * n_, kPack) + kPack;
+    buffer_size_ = RoundUp((bundled_ ? RoundUp(width_, kPack) : width_) * n_, kPack);
   }
 
   void Run(Device& pool) const {
@@ -286,7 +296,9 @@ class RowWalk {
   static constexpr int kFull = 0;
   static constexpr size_t kTensors = kInputs + kOutputs;
   // A block's buffers stay in the nearest cache, a bundle's in the second.
-  static constexpr int64_t kBlockElements = 1024, kBundleElements = 1 << 17;
+  static constexpr int64_t kBlockElements = 2048, kBundleElements = 1 << 17;
+  // Op bodies get several rows of no more than so many columns at a time, with so many elements together.
+  static constexpr int64_t kShortColumns = 768, kShortElements = 2048;
 
   // Of one task.
   struct State {
@@ -326,14 +338,7 @@ class RowWalk {
     for (int64_t row = total * part / tasks_, count; row < end; row += count) {
       const int64_t line_end = std::min(end, (row / line_ + 1) * line_);
       count = std::min(width_, line_end - row);
-      bool exact = guarded_;
-      if (guarded_ && dense_) {
-        // Lines follow each other in memory where there is one group.
-        const int64_t following = (shape_.groups.total == 1 ? end : line_end) - row - (kPack - 2 + n_) / n_;
-        exact = following <= 0;
-        if (!exact) count = std::min(count, following);
-      }
-      Compute(RowLoop<A>{n_, !exact}, row, count, state);
+      Compute(RowLoop<A>{n_, together_}, row, count, state);
     }
   }
 
@@ -359,7 +364,7 @@ class RowWalk {
     shape_.rows.Offsets(row, begin);
     for (int slot = 0; slot < kSlots; ++slot) block.position.offsets[slot] = begin[slot] += state.group[slot];
     const auto copy = [&](int slot) {
-      const int64_t rows = steps_[slot] != 0 ? count : bundled_ ? width_ : 1;
+      const int64_t rows = steps_[slot] != 0 ? count : bundled_ ? width_ : together_;
       return columns_.Rows(slot, rows, steps_[slot], bundled_ ? pitch_ : 0);
     };
     for (size_t k = 0; k < kTensors; ++k) {
@@ -394,8 +399,8 @@ class RowWalk {
   const rows_internal::Columns<kSlots> columns_;
   const int64_t n_, line_;
   const int64_t* const steps_;  // along a line
-  const bool bundled_, dense_;  // dense: a row begins where the one before it in its line ends
-  bool guarded_ = false;        // a row in place may not be followed by what a RowLoop can write to
+  const bool bundled_;
+  const int64_t together_;  // rows that an op body gets at a time
   std::vector<RowTensor> tensors_;
   std::array<bool, kTensors> in_place_;
   std::array<int64_t, kTensors> buffer_ = {};  // of those that are not in place
@@ -404,9 +409,9 @@ class RowWalk {
   int64_t width_, pitch_, buffer_size_;  // width: rows of a block or bundle
 };
 
-// Calls body(loop, position, inputs, outputs) for every row, loop being a RowLoop, or every bundle, loop being a
-// BundleLoop: inputs[k] and outputs[k] point at the elements as the loop counts them, or are null where the tensor is
-// absent. outputs[0] may be the same memory as inputs[0], and only that.
+// Calls body(loop, position, inputs, outputs) for all rows, a few at a time, loop being a RowLoop, or by bundles, loop
+// being a BundleLoop: inputs[k] and outputs[k] point at the elements as the loop counts them, or are null where the
+// tensor is absent. outputs[0] may be the same memory as inputs[0], and only that.
 //
 // Each group's rows are split into `tasks` consecutive ranges; a task never leaves its group. Where `summed`, because
 // the body sums columns over a task's rows, nothing depends on the number of threads; else the width of bundles does.

@@ -14,7 +14,7 @@ JAXOPS_INLINE void ForwardRow(const Loop& loop, const A* z, const Visible<A>& vi
   const Value total = loop.Sum([&](int64_t i, int64_t w) { return Exp(z[i] - max[w]); });
   Value log_total;
   for (int64_t w = 0; w < loop.rows; ++w) log_total[w] = std::log(total[w]);
-  loop.ForEach([&](int64_t i, int64_t w) { y[i] = (z[i] - max[w]) - log_total[w]; });
+  loop.Map(y, [&](int64_t i, int64_t w) { return (z[i] - max[w]) - log_total[w]; });
   FillMasked(loop, visible, -std::numeric_limits<A>::infinity(), y);
   *max_out = max;
   *total_out = total;
@@ -28,7 +28,7 @@ JAXOPS_INLINE void BackwardRow(const Loop& loop, const A* z, const Visible<A>& v
   auto factor = visible.all() ? loop.Sum([&](int64_t i, int64_t) { return dy[i]; })
                               : loop.Sum([&](int64_t i, int64_t) { return visible(i) ? dy[i] : A{0}; });
   for (int64_t w = 0; w < loop.rows; ++w) factor[w] /= total[w];
-  loop.ForEach([&](int64_t i, int64_t w) { dz[i] = dy[i] - Exp(z[i] - max[w]) * factor[w]; });
+  loop.Map(dz, [&](int64_t i, int64_t w) { return dy[i] - Exp(z[i] - max[w]) * factor[w]; });
   FillMasked(loop, visible, A{0}, dz);
 }
 

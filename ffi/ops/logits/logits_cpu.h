@@ -24,7 +24,7 @@ struct Visible {
 template <class Loop, class A>
 JAXOPS_INLINE void FillMasked(const Loop& loop, const Visible<A>& visible, A value, A* target) {
   if (visible.all()) return;
-  loop.ForEach([=](int64_t i, int64_t) { target[i] = visible(i) ? target[i] : value; });
+  loop.Map(target, [=](int64_t i, int64_t) { return visible(i) ? target[i] : value; });
 }
 
 // The scale of every row, 1 if there is none.
@@ -42,9 +42,9 @@ template <class Loop, class Value, class A>
 JAXOPS_INLINE void FillLogits(const Loop& loop, const A* x, const Value& scale, const A* bias,
                               const Visible<A>& visible, A* z) {
   if (bias) {
-    loop.ForEach([&](int64_t i, int64_t w) { z[i] = x[i] * scale[w] + bias[i]; });
+    loop.Map(z, [&](int64_t i, int64_t w) { return x[i] * scale[w] + bias[i]; });
   } else {
-    loop.ForEach([&](int64_t i, int64_t w) { z[i] = x[i] * scale[w]; });
+    loop.Map(z, [&](int64_t i, int64_t w) { return x[i] * scale[w]; });
   }
   FillMasked(loop, visible, -std::numeric_limits<A>::infinity(), z);
 }
@@ -92,7 +92,7 @@ Error MapGradient(const char* handler, Device& pool, const LogitsCall& call, boo
           if (composed) FillLogits(loop, x, scales, bias, visible, dz);
           body(loop, position, composed ? dz : x, visible, dy, dz);
           if (has_dbias) loop.AddColumns([&](int64_t i, int64_t) { return dz[i]; }, sums.Partial(0, position.task));
-          if (scale) loop.ForEach([&](int64_t i, int64_t w) { dz[i] *= scales[w]; });
+          if (scale) loop.Map(dz, [&](int64_t i, int64_t w) { return dz[i] * scales[w]; });
         });
     sums.Finish(pool, call.shape, Call::kSum);
     return Error::Success();

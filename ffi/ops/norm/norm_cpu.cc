@@ -10,7 +10,7 @@ namespace {
 template <class Loop, class A>
 JAXOPS_INLINE void AddResidual(const Loop& loop, DataType type, const A* x, const A* residual, A* sum) {
   VisitElement<A>(type, [&]<class T> {
-    loop.ForEach([&](int64_t i, int64_t) { sum[i] = ToFloat(FromFloat<T>(x[i] + residual[i])); });
+    loop.Map(sum, [&](int64_t i, int64_t) { return ToFloat(FromFloat<T>(x[i] + residual[i])); });
   });
 }
 
@@ -33,13 +33,13 @@ JAXOPS_INLINE void ForwardRow(const Loop& loop, bool centred, const A* x, const 
   for (int64_t w = 0; w < loop.rows; ++w) rstd[w] = 1 / std::sqrt(rstd[w] / count[w] + epsilon);
   const auto normalised = [&](int64_t i, int64_t w) { return (x[i] - mean[w]) * rstd[w]; };
   if (scale && bias) {
-    loop.ForEach([&](int64_t i, int64_t w) { y[i] = normalised(i, w) * scale[i] + bias[i]; });
+    loop.Map(y, [&](int64_t i, int64_t w) { return normalised(i, w) * scale[i] + bias[i]; });
   } else if (scale) {
-    loop.ForEach([&](int64_t i, int64_t w) { y[i] = normalised(i, w) * scale[i]; });
+    loop.Map(y, [&](int64_t i, int64_t w) { return normalised(i, w) * scale[i]; });
   } else if (bias) {
-    loop.ForEach([&](int64_t i, int64_t w) { y[i] = normalised(i, w) + bias[i]; });
+    loop.Map(y, [&](int64_t i, int64_t w) { return normalised(i, w) + bias[i]; });
   } else {
-    loop.ForEach([&](int64_t i, int64_t w) { y[i] = normalised(i, w); });
+    loop.Map(y, [&](int64_t i, int64_t w) { return normalised(i, w); });
   }
   *mean_out = mean;
   *rstd_out = rstd;
@@ -61,11 +61,11 @@ JAXOPS_INLINE void BackwardRow(const Loop& loop, bool centred, const A* x, const
   if (dbias) loop.AddColumns([&](int64_t i, int64_t) { return dy[i]; }, dbias);
   const auto shared = [&](int64_t i, int64_t w) { return mean_g[w] + normalised(i, w) * mean_gx[w]; };
   if (where) {
-    loop.ForEach([&](int64_t i, int64_t w) { dx[i] = rstd[w] * (g(i, w) - (where[i] != 0 ? shared(i, w) : A{0})); });
+    loop.Map(dx, [&](int64_t i, int64_t w) { return rstd[w] * (g(i, w) - (where[i] != 0 ? shared(i, w) : A{0})); });
   } else {
-    loop.ForEach([&](int64_t i, int64_t w) { dx[i] = rstd[w] * (g(i, w) - shared(i, w)); });
+    loop.Map(dx, [&](int64_t i, int64_t w) { return rstd[w] * (g(i, w) - shared(i, w)); });
   }
-  if (dsum) loop.ForEach([&](int64_t i, int64_t) { dx[i] += dsum[i]; });
+  if (dsum) loop.Map(dx, [&](int64_t i, int64_t) { return dx[i] + dsum[i]; });
 }
 
 template <bool kCentred>

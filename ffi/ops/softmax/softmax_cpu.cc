@@ -6,12 +6,12 @@ namespace {
 template <class Loop, class A>
 JAXOPS_INLINE void ForwardRow(const Loop& loop, const A* z, const Visible<A>& visible, A* y) {
   const auto max = loop.Max([&](int64_t i, int64_t) { return z[i]; });
-  const auto sum = loop.Sum([&](int64_t i, int64_t w) { return y[i] = Exp(z[i] - max[w]); });
+  const auto sum = loop.MapSum(y, [&](int64_t i, int64_t w) { return Exp(z[i] - max[w]); });
   auto inverse = sum;
   for (int64_t w = 0; w < loop.rows; ++w) inverse[w] = 1 / sum[w];
-  loop.ForEach([&](int64_t i, int64_t w) {
+  loop.Map(y, [&](int64_t i, int64_t w) {
     const A quotient = y[i] * inverse[w];
-    y[i] = quotient + (y[i] - quotient * sum[w]) * inverse[w];
+    return quotient + (y[i] - quotient * sum[w]) * inverse[w];
   });
   FillMasked(loop, visible, A{0}, y);
 }
@@ -21,10 +21,10 @@ template <class Loop, class A>
 JAXOPS_INLINE void BackwardRow(bool masked, const Loop& loop, const A* y, const A* dy, A* dz) {
   if (masked) {
     const auto dot = loop.Sum([&](int64_t i, int64_t) { return y[i] == 0 ? A{0} : y[i] * dy[i]; });
-    loop.ForEach([&](int64_t i, int64_t w) { dz[i] = y[i] == 0 ? A{0} : y[i] * (dy[i] - dot[w]); });
+    loop.Map(dz, [&](int64_t i, int64_t w) { return y[i] == 0 ? A{0} : y[i] * (dy[i] - dot[w]); });
   } else {
     const auto dot = loop.Sum([&](int64_t i, int64_t) { return y[i] * dy[i]; });
-    loop.ForEach([&](int64_t i, int64_t w) { dz[i] = y[i] * (dy[i] - dot[w]); });
+    loop.Map(dz, [&](int64_t i, int64_t w) { return y[i] * (dy[i] - dot[w]); });
   }
 }
 
