@@ -31,7 +31,8 @@ def _arguments(argv):
         nargs="+",
         choices=tuple(harness.TOLERANCES),
         default=["bfloat16", "float32"],
-        help="dtypes of the operands; by default bfloat16 and float32; calls is always float32, train bfloat16",
+        help="dtypes of the operands, by default bfloat16 and float32; of matmul also float8_e4m3fn, and tf32: float32 "
+        "in JAX's default precision, where float32 means the full one; calls is always float32, train bfloat16",
     )
     parser.add_argument(
         "--seconds", type=float, help="seconds of timing a measurement, without compilation (default 0.5, quick 0.05)"
@@ -50,7 +51,10 @@ def _arguments(argv):
         metavar="DIRECTORY",
         help="where the CSV files are (default: %(default)s)",
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.op != "matmul" and (only := {"float8_e4m3fn", "tf32"} & {*arguments.dtype}):
+        parser.error(f"--dtype {' '.join(sorted(only))} is of matmul alone")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:

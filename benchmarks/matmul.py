@@ -1,6 +1,6 @@
 """matmul: floating-point operations a second, beside the best that XLA reaches on a square product in the same run.
 
-f32 is compared in full precision: XLA's own default on a GPU is TF32, which is another product.
+"float32" is compared in full precision, "tf32" is f32 in JAX's default precision: TF32 on a GPU, another product.
 """
 
 from __future__ import annotations
@@ -62,14 +62,17 @@ LAYOUTS = [
 
 CASES = {
     "gpu": [
-        *_squares(512, 1024, 2048, 4096, 8192),
+        *_squares(512, 1024, 2048, 4096, 8192, 16384),
         *LANGUAGE_MODELS,
         *SKINNY,
         *UNALIGNED,
         Case(128, 128, 65536),
         *BATCHED,
         *LAYOUTS,
-        *(dataclasses.replace(case, op="dense_gelu") for case in _squares(2048, 4096, 8192) + LANGUAGE_MODELS),
+        *(
+            dataclasses.replace(case, op="dense_gelu")
+            for case in _squares(1024, 2048, 4096, 8192, 16384) + LANGUAGE_MODELS
+        ),
     ],
     "gpu, 8 bits": [*_squares(1024, 2048, 4096, 8192), *LANGUAGE_MODELS[:3], *LAYOUTS[:2]],
     "cpu": [
@@ -87,8 +90,13 @@ QUICK = {"gpu": [*_squares(1024), Case(127, 129, 131)], "cpu": [*_squares(128), 
 CEILINGS = {"gpu": _squares(4096, 8192), "cpu": _squares(512, 1024)}
 QUICK_CEILINGS = {"gpu": _squares(4096), "cpu": _squares(256)}
 
-#: f32 runs at a sixteenth of bf16's rate on a GPU: larger products than these operations say nothing new.
+#: Full f32 runs at a sixteenth of bf16's rate on a GPU: larger products than these operations say nothing new.
 F32_OPERATIONS = 2e12
+
+
+def operand_dtype(dtype: str) -> str:
+    """That of the operands in memory."""
+    return "float32" if dtype == "tf32" else dtype
 
 
 def cases(dtype: str, quick: bool) -> list[Case]:
@@ -108,13 +116,14 @@ def operands(case: Case, dtype: str, rng: harness.Generator) -> tuple[jax.Array,
     """The matrices as they lie in memory, and the bias if the op takes one."""
     lead = (case.batch,) if case.batch else ()
     shapes = ((case.m, case.k), (case.k, case.n))
+    memory = operand_dtype(dtype)
     matrices = tuple(
-        rng.standard_normal(lead + (shape if letter == "N" else shape[::-1])).astype(dtype)
+        rng.standard_normal(lead + (shape if letter == "N" else shape[::-1])).astype(memory)
         for shape, letter in zip(shapes, case.layout, strict=True)
     )
     if case.op != "dense_gelu":
         return matrices
-    return *matrices, rng.standard_normal((case.n,)).astype(parameter_dtype(dtype))
+    return *matrices, rng.standard_normal((case.n,)).astype(parameter_dtype(memory))
 
 
 def functions(case: Case, dtype: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
@@ -122,18 +131,20 @@ def functions(case: Case, dtype: str) -> tuple[Callable[..., jax.Array], Callabl
     eight_bits = dtype.startswith("float8")
     if case.layout == "NN" and not eight_bits:
         comparison = COMPARISONS[case.op]
-        return _full_precision(comparison.ours), _full_precision(comparison.reference)
-    contracted = tuple((axis if letter == "N" else 1 - axis,) for axis, letter in zip((1, 0), case.layout, strict=True))
-    options = {"dimension_numbers": (contracted, ((), ()))}
-    if eight_bits:
-        options["preferred_element_type"] = "bfloat16"
-    products = (functools.partial(function, **options) for function in (jaxops.dot_general, jax.lax.dot_general))
-    return tuple(product if eight_bits else _full_precision(product) for product in products)
+        products = (comparison.ours, comparison.reference)
+    else:
+        axes = ((axis if letter == "N" else 1 - axis,) for axis, letter in zip((1, 0), case.layout, strict=True))
+        options = {"dimension_numbers": (tuple(axes), ((), ()))}
+        if eight_bits:
+            options["preferred_element_type"] = "bfloat16"
+        products = (functools.partial(product, **options) for product in (jaxops.dot_general, jax.lax.dot_general))
+    precision = "default" if eight_bits or dtype == "tf32" else "highest"
+    return tuple(_in_precision(product, precision) for product in products)
 
 
-def _full_precision(function):
+def _in_precision(function, precision):
     def product(*operands):
-        with jax.default_matmul_precision("highest"):
+        with jax.default_matmul_precision(precision):
             return function(*operands)
 
     return product

@@ -68,6 +68,29 @@ def test_rows_are_aligned_as_they_lie_in_memory(layout, m, k, kernel):
     assert choices.choose(product(m, 4096, k, layout=layout), choices.H200).kernel == kernel
 
 
+@pytest.mark.parametrize(
+    "m, n, k, kernel", [(128, 4096, 4096, "xla"), (8192, 128, 8192, "xla"), (256, 4096, 4096, "wgmma")]
+)
+def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
+    """The copy that splits the large operand in parts takes as long as the product."""
+    assert choices.choose(product(m, n, k, "f32"), choices.H200).kernel == kernel
+
+
+@pytest.mark.parametrize(
+    "m, n, k, kernel",
+    [(512, 512, 512, "wgmma"), (256, 256, 1024, "xla"), (1024, 1024, 2048, "xla"), (2048, 2048, 2048, "wgmma")],
+)
+def test_short_products_with_an_activation_are_ours(m, n, k, kernel):
+    """XLA's activation is a kernel of its own, which takes a third of the time."""
+    assert choices.choose(product(m, n, k), choices.H200, activation=True, bias=True).kernel == kernel
+    assert choices.choose(product(m, n, k), choices.H200, bias=True).kernel == "xla"
+
+
+def test_of_equally_fast_tiles_the_one_that_fits():
+    """Results of 4096 columns are no multiple of 192."""
+    assert choices.choose(product(4096, 4096, 100), choices.H200).tile[:3] == (128, 128, True)
+
+
 @pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
 def test_a_training_step_of_an_mlp_is_our_calls_alone():
     """Forward and backward in full precision, lowered for a GPU: six products, no transposition."""

@@ -230,8 +230,9 @@ def _best_tile(product: Product, device: Device, finished: bool = False) -> tupl
             clusters = tile.clusters and tiles * splits <= room
             for partials in {splits > 1, splits > 1 and not clusters}:
                 time = _microseconds(product, tile, splits, partials, device, finished)
-                found.append((time, -tile.rows * tile.columns, tile, splits, partials))
-    return min(found)[2:]
+                area = tile.rows * tile.columns  # of equally fast tiles those that reach least beyond the result
+                found.append((time, tiles * area, -area, tile, splits, partials))
+    return min(found)[3:]
 
 
 def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | None:
@@ -246,8 +247,10 @@ def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | No
         return "batches: XLA's own dot was faster in 16 bits, and nothing else was compared"
     if product.arithmetic == "tf32":
         # Operands must be rounded, and laid along k, by a copy; XLA's kernels do it on the way.
-        return None if unaligned and operations >= 2e10 else "TF32 operands would have to be copied to be rounded"
+        return None if unaligned and operations >= 1e10 else "TF32 operands would have to be copied to be rounded"
     if product.arithmetic == "f32":
+        if min(m, n) < 256:  # splitting the other operand in parts takes as long as the product
+            return "a narrow product in full precision"
         return None if operations >= 4e9 else "a small product in full precision"
     if product.arithmetic != "16bit":
         if operations < 1.5e10:
@@ -263,9 +266,9 @@ def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | No
         return None  # k is split
     if n <= 128 and m >= 4096 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
         return None
-    if activation and m * n >= 1 << 22 and min(m, n) >= 256 and k <= 8192:
-        return None  # two tiles or more for a multiprocessor
-    if operations >= 5e12 and not bias:
+    if activation and min(m, n) >= 256 and k <= 8192 and m * n >= (1 << 22 if k > 1024 else 1 << 18):
+        return None  # two tiles or more for a multiprocessor, or a product so short that its activation takes a third
+    if operations >= 5e12 and (activation or not bias):
         return None
     return "16 bits, aligned: XLA's own dot is ahead by 1 to 5 %, and by more for few rows and small products"
 
