@@ -109,7 +109,7 @@ struct RowLoop {
       A* const to = target + row * columns;
       const auto element = [&](int64_t i) { return f(row * columns + i, row); };
       if (columns < kPack) {
-        for (int64_t i = 0; i < columns; ++i) to[i] = element(i);
+        MapFew(element, to);
         continue;
       }
       const int64_t before = BeforeLast();
@@ -188,8 +188,9 @@ struct RowLoop {
         return value;
       };
       if (columns < kPack) {
+        if constexpr (kStore) MapFew(element, to);
         double total = 0, excess = 0;
-        for (int64_t i = 0; i < columns; ++i) math_internal::Add<A>(stored(i), total, excess);
+        for (int64_t i = 0; i < columns; ++i) math_internal::Add<A>(kStore ? to[i] : element(i), total, excess);
         result[row] = static_cast<A>(total);
         continue;
       }
@@ -207,6 +208,22 @@ struct RowLoop {
       result[row] = static_cast<A>(math_internal::Fold<false, kLanes>(total));
     }
     return result;
+  }
+
+  // Rows of less than a pack: in halves of one, which overlap as packs do, or one by one.
+  template <class F>
+  JAXOPS_INLINE void MapFew(F element, A* to) const {
+    constexpr int64_t kHalf = kPack / 2;
+    if (columns < kHalf) {
+      for (int64_t i = 0; i < columns; ++i) to[i] = element(i);
+      return;
+    }
+    A last[kHalf];
+#pragma omp simd
+    for (int64_t w = 0; w < kHalf; ++w) last[w] = element(columns - kHalf + w);
+#pragma omp simd
+    for (int64_t w = 0; w < kHalf; ++w) to[w] = element(w);
+    std::memcpy(to + columns - kHalf, last, sizeof(last));
   }
 
   // Calls join(lane, element) for the columns before the last two packs; kTogether elements as one, of
