@@ -87,6 +87,14 @@ JAXOPS_INLINE T Fold(const T* values) {
 
 }  // namespace math_internal
 
+// One value for each of up to kMost rows.
+template <class A, int64_t kMost>
+struct PerRow {
+  A value[kMost];
+  JAXOPS_INLINE A operator[](int64_t w) const { return value[w]; }
+  JAXOPS_INLINE A& operator[](int64_t w) { return value[w]; }
+};
+
 // The loops over `rows` rows of adjacent elements: element c of row w is number w * columns + c, and f is called with
 // both numbers. Each pass goes over all rows before the next one begins: while a short row's sum is being folded those
 // of the rows behind it go on. Elements beyond a row's last whole pack are computed in a pack that overlaps it.
@@ -96,11 +104,7 @@ struct RowLoop {
 
   int64_t columns, rows;
 
-  struct Value {
-    A value[kMaxRows];
-    JAXOPS_INLINE A operator[](int64_t w) const { return value[w]; }
-    JAXOPS_INLINE A& operator[](int64_t w) { return value[w]; }
-  };
+  using Value = PerRow<A, kMaxRows>;
 
   // target = f, which may read target's own element.
   template <class F>
@@ -299,11 +303,7 @@ struct BundleLoop {
   int64_t columns, pitch, lanes, rows;
   ColumnParts parts;
 
-  struct Value {
-    A value[kMaxLanes];
-    JAXOPS_INLINE A operator[](int64_t w) const { return value[w]; }
-    JAXOPS_INLINE A& operator[](int64_t w) { return value[w]; }
-  };
+  using Value = PerRow<A, kMaxLanes>;
 
   template <class F>
   JAXOPS_INLINE void Map(A* target, F f) const {

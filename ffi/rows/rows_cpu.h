@@ -247,7 +247,7 @@ class RowWalk {
         bundled_(steps_[kFull] == 1 && line_ >= kPack / 4),
         together_(n_ > kShortColumns
                       ? 1
-                      : std::min({line_, RowLoop<A>::kMaxRows, kShortElements / std::max<int64_t>(n_, 1)})) {
+                      : std::min({line_, RowLoop<A>::kMaxRows, kBlockElements / std::max<int64_t>(n_, 1)})) {
     for (size_t k = 0; k < kTensors; ++k) tensors_.push_back(k < kInputs ? inputs[k] : outputs[k - kInputs]);
     bool uniform = columns_.runs[kFull].size() == 1;
     for (const RowTensor& t : tensors_) uniform &= !t.present() || (t.slot == kFull && Direct(t));
@@ -259,7 +259,7 @@ class RowWalk {
     if (bundled_) {
       SetBundles(shape.total_rows() / line_, threads, uniform);
     } else {
-      width_ = std::clamp(kBlockElements / std::max<int64_t>(n_, 1), together_, line_);
+      width_ = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(n_, 1), 1, line_);
     }
     // The first output takes the first input's place.
     const bool shared = tensors_[0].present() && !in_place_[0];
@@ -297,8 +297,7 @@ class RowWalk {
   static constexpr size_t kTensors = kInputs + kOutputs;
   // A block's buffers stay in the nearest cache, a bundle's in the second.
   static constexpr int64_t kBlockElements = 2048, kBundleElements = 1 << 17;
-  // Op bodies get several rows of no more than so many columns at a time, with so many elements together.
-  static constexpr int64_t kShortColumns = 768, kShortElements = 2048;
+  static constexpr int64_t kShortColumns = 768;  // op bodies get rows of no more columns several at a time
 
   // Of one task.
   struct State {
