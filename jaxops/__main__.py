@@ -40,7 +40,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.steps is None:
         options.steps = 30 if options.quick else 500
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        parser.exit(2, f"python -m jaxops also needs {', '.join(missing)}: pip install 'jaxops[demo]'\n")
+        parser.exit(2, f"python -m jaxops also needs {', '.join(missing)}: pip install '.[demo]' in jaxops' checkout\n")
     return options
 
 

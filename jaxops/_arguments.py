@@ -87,7 +87,7 @@ def axes(op: str, axis: Any, ndim: int) -> tuple[int, ...]:
     """The axes as ascending, non-negative integers; None means all."""
     if axis is None:
         return tuple(range(ndim))
-    given = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    given = tuple(axis) if isinstance(axis, tuple | list) or np.ndim(axis) == 1 else (axis,)
     try:
         wanted = [operator.index(a) for a in given]
     except TypeError as error:

@@ -183,7 +183,9 @@ class Kernel:
         del operands
         groups = (value._asdict() if hasattr(value, "_asdict") else {name: value} for name, value in params.items())
         shown = [(name, getattr(value, "name", value)) for group in groups for name, value in group.items()]
-        return ", ".join(f"{name}={value}" for name, value in shown if value not in ((), None, False, -1))
+        return ", ".join(
+            f"{name}={value}" for name, value in shown if value is not False and value not in ((), None, -1)
+        )
 
     abstract: Callable[..., list[ShapedArray]]
     layout: Callable[..., Layout]

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxops import _arguments as arguments
 from jaxops.ops.layer_norm import layer_norm
@@ -66,9 +68,10 @@ _ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax",
 _listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar("jaxops_patch", default=None)
 
 
-def _standardize(x, axis=-1, mean=None, variance=None, epsilon=1e-5, where=None, **options):
-    if mean is not None or variance is not None or isinstance(epsilon, jax.core.Tracer):
-        return _ORIGINALS["standardize"](x, axis, mean, variance, epsilon, where, **options)
+def _standardize(x, axis=-1, mean=None, variance=None, epsilon=1e-5, where=None):
+    simple = not isinstance(epsilon, jax.Array) and np.ndim(epsilon) == 0 and 0 <= epsilon < math.inf
+    if mean is not None or variance is not None or not simple:
+        return _ORIGINALS["standardize"](x, axis, mean, variance, epsilon, where)
     return layer_norm(x, axis=axis, epsilon=epsilon, where=where)
 
 
@@ -107,7 +110,8 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
     them back at the end of the scope, after an error too. Scopes nest; other threads keep jax.nn's functions meanwhile.
     Names that code imported before (`from jax.nn import softmax`) stay as they are, and so do functions that
     :func:`jax.jit` traced before: it is the tracing that has to happen in the scope. Arrays that jaxops does not take
-    (complex, 8-bit floats) go to jax.nn, and so does `standardize` with a given mean or variance.
+    (complex, 8-bit floats) go to jax.nn, and so does `standardize` with a given mean or variance, or with an epsilon
+    that is an array or negative.
 
     Args:
       listener: called with the function's name for each call that runs on jaxops.

@@ -62,6 +62,12 @@ def accumulator(*dtypes) -> np.dtype:
     return np.dtype("float64" if any(np.dtype(d) == np.float64 for d in dtypes) else "float32")
 
 
+def promoted(*dtypes) -> np.dtype:
+    """The dtype to which dtypes that differ by a rule's own choice promote, whatever promotion the user allows."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.result_type(*dtypes))
+
+
 def kernel_dtypes(x, result) -> tuple[np.dtype, np.dtype]:
     """The dtypes of x and of the result between which a kernel exists: equal, or one of them f32."""
     x, result = np.dtype(x), np.dtype(result)
@@ -141,7 +147,7 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     keeps each thread on the same columns; of few clusters that would leave out too many, so that several waves are
     better. Depends on nothing but the operands, so that results do not depend on the device.
     """
-    row_bytes = columns * itemsize
+    row_bytes = (columns if isinstance(columns, int) else 4097) * itemsize  # symbolic: may be long, and unaligned
     aligned = row_bytes % 16 == 0
     if not aligned:
         limits = ((512, 792), (2048, 528), (12288, 264), (32768, 128), (40960, 64), (262144, 56))
@@ -381,6 +387,12 @@ class RowKernel(Kernel):
         return [out[slot.name] for slot in slots], moved
 
     def transpose(self, cotangents, *operands, has, **params):
+        slots = self._present(self.operands, has)
+        undefined = {slot.name for slot, x in zip(slots, operands, strict=True) if ad.is_undefined_primal(x)}
+        if not undefined <= self._linear:
+            raise NotImplementedError(
+                f"{self.name} cannot be transposed in {', '.join(sorted(undefined))}; use jax.vjp"
+            )
         cotangents = [None if isinstance(t, ad.Zero) else t for t in cotangents]
         given = [None if ad.is_undefined_primal(x) else x for x in operands]
         types = [x.aval if ad.is_undefined_primal(x) else None for x in operands]
@@ -390,4 +402,4 @@ class RowKernel(Kernel):
             self._named(self.results, cotangents, has),
             **params,
         )
-        return [found.get(slot.name) for slot in self._present(self.operands, has)]
+        return [found.get(slot.name) for slot in slots]

@@ -76,7 +76,7 @@ def test_missing_packages(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         demo.main([])
     assert stopped.value.code == 2
-    assert "needs optax: pip install 'jaxops[demo]'" in capsys.readouterr().err
+    assert "needs optax: pip install '.[demo]'" in capsys.readouterr().err
 
 
 def test_models_differ_in_their_operations_alone():

@@ -102,3 +102,8 @@ def test_rows_over_other_axes():
 def test_only_functions():
     with pytest.raises(TypeError, match="function must be callable, got int"):
         jaxops.explain(3)
+
+
+def test_parameters_of_zero_are_shown():
+    found = jaxops.explain(lambda x: jaxops.rms_norm(x, epsilon=0.0), X)
+    assert "epsilon=0.0" in found.calls[0].detail

@@ -179,6 +179,13 @@ def test_dense_general(rng, case):
     )
 
 
+def test_dense_general_without_input_features():
+    """A kernel of no rows is still a matrix to its initialiser."""
+    inits = {"kernel_init": nn.initializers.zeros, "bias_init": nn.initializers.ones}
+    got, wanted = (library.DenseGeneral(3, **inits).init_with_output(KEYS, jnp.ones((2, 0))) for library in (linen, nn))
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
 def test_dense_general_batch_axes_must_lead():
     with pytest.raises(ValueError, match=r"batch_dims must be the leading axes 0, 1, ..., got \(1,\)"):
         linen.DenseGeneral(4, axis=-1, batch_dims=(1,)).init(KEYS, jnp.ones((2, 3, 4)))

@@ -17,6 +17,7 @@ from row_cases import assert_matches, coarsest
 import jaxops
 from jaxops import _kernel
 from jaxops._comparison import value_and_gradients
+from jaxops.ops import _matmul_kernel
 
 pytestmark = pytest.mark.usefixtures("full_precision")
 
@@ -226,6 +227,15 @@ def test_fp8(dtypes, rng):
         assert_matches(got, left @ right, f"{m} {n} {k} {c} {d}", rounding=8, terms=terms)
 
 
+def test_weak_types_promote_as_in_the_references():
+    weak, narrow = jnp.full((2, 2), 1.0), jnp.ones((2, 2), jnp.bfloat16)
+    assert weak.weak_type
+    numbers = (((1,), (0,)), ((), ()))
+    for pair in ((weak, narrow), (narrow, weak), (weak, weak), (weak, jnp.ones((2, 2)))):
+        assert jaxops.matmul(*pair).dtype == jnp.matmul(*pair).dtype
+        assert jaxops.dot_general(*pair, numbers).dtype == lax.dot_general(*pair, numbers).dtype
+
+
 def test_fp8_without_preferred_element_type_runs_on_xla(fallback):
     a = jnp.ones((4, 8), jnp.float8_e4m3fn)
     assert jaxops.dot_general(a, a, (((1,), (1,)), ((), ()))).dtype == a.dtype
@@ -301,6 +311,22 @@ def test_scales_without_a_kernel(fallback):
     assert got.dtype == a.dtype and (wide(got) == 8).all()
 
 
+def test_products_without_a_kernel_take_a_bias_of_lower_rank(fallback):
+    a = jnp.ones((4, 8))
+    with jax.numpy_rank_promotion("raise"):
+        got = jaxops.matmul(a, a.T, bias=jnp.arange(4.0), preferred_element_type=jnp.bfloat16)
+    np.testing.assert_array_equal(wide(got), np.broadcast_to(8 + np.arange(4.0), (4, 4)))
+
+
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+@pytest.mark.parametrize("options", [{"bias": 0.7}, {"activation": "gelu"}, {"rhs_scale": 0.5}], ids=str)
+def test_epilogues_of_other_dtypes_are_refused(dtype, options):
+    a = jnp.ones((2, 2), dtype)
+    with pytest.raises(TypeError, match=rf"matmul: scales, bias and activation need .* floating dtype, got {dtype}"):
+        jaxops.matmul(a, a, **options)
+
+
 @pytest.mark.parametrize("name", ["lhs_scale", "rhs_scale"])
 def test_bad_scales(name):
     a = jnp.ones((2, 2))
@@ -357,6 +383,34 @@ def test_other_dot_algorithms_run_on_xla(name, rng, fallback):
     a, b = normal(rng, (6, 40)), normal(rng, (40, 7))
     algorithm = lax.DotAlgorithmPreset[name]
     assert "jaxops_matmul" not in str(jax.make_jaxpr(lambda a, b: jaxops.matmul(a, b, precision=algorithm))(a, b))
+
+
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")
+@pytest.mark.parametrize("preset", [p for p in lax.DotAlgorithmPreset if "F64" not in p.name], ids=lambda p: p.name)
+def test_every_dot_algorithm_is_taken_where_xla_takes_it(preset, rng):
+    """By name, as an enum and from the configuration, for values and gradients."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        a, b = normal(rng, (6, 40), dtype), normal(rng, (40, 7), dtype)
+
+        def gradients(function, a, b, **options):
+            return jax.grad(lambda a, b: function(a, b, **options).astype(np.float32).sum(), (0, 1))(a, b)
+
+        try:
+            wanted = gradients(jnp.matmul, a, b, precision=preset)
+        except Exception:  # XLA does not have it for these operands on this device
+            continue
+        with jax.default_matmul_precision(preset.name if preset.name != "DEFAULT" else "default"):
+            configured = gradients(jaxops.matmul, a, b)
+        for got in (
+            gradients(jaxops.matmul, a, b, precision=preset),
+            gradients(jaxops.matmul, a, b, precision=preset.name),
+            gradients(
+                lambda a, b, **o: jaxops.dot_general(a, b, (((1,), (0,)), ((), ())), **o), a, b, precision=preset
+            ),
+            configured,
+        ):
+            for x, y in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(wide(x), wide(y), rtol=0.02, atol=0.05)
 
 
 def test_out_sharding_runs_on_xla(rng, fallback):
@@ -566,3 +620,58 @@ def test_flax_variables_are_arrays(rng):
     np.testing.assert_array_equal(jaxops.matmul(x, kernel), jaxops.matmul(x, kernel[...]))
     np.testing.assert_array_equal(jaxops.rms_norm(x, nnx.Param(jnp.ones(4))), jaxops.rms_norm(x, jnp.ones(4)))
     np.testing.assert_array_equal(jaxops.softmax(kernel), jaxops.softmax(kernel[...]))
+
+
+# --- transposition, symbolic sizes ---
+
+
+def test_linear_transpose(rng):
+    """Of each operand in which it is linear, as the reference's; of others an error."""
+    x, w, dz = normal(rng, (3, 6, 8)), normal(rng, (8, 5)), normal(rng, (3, 6, 5))
+    s, bias = jnp.float32(0.5), normal(rng, (1, 5))
+    cases = {
+        "lhs": (lambda x: jaxops.matmul(x, w, bias=bias), lambda x: x @ w, x),
+        "rhs": (lambda w: jaxops.matmul(x, w, lhs_scale=s), lambda w: s * (x @ w), w),
+        "scale": (lambda s: jaxops.matmul(x, w, lhs_scale=s), lambda s: s * (x @ w), s),
+        "bias": (lambda b: jaxops.matmul(x, w, bias=b), lambda b: jnp.broadcast_to(b, dz.shape), bias),
+    }
+    for name, (ours, reference, operand) in cases.items():
+        (got,), (wanted,) = (jax.linear_transpose(f, operand)(dz) for f in (ours, reference))
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4, err_msg=name)
+    both = jax.linear_transpose(lambda x, b: jaxops.matmul(x, w, bias=b), x, bias)(dz)
+    for got, name in zip(both, ("lhs", "bias"), strict=True):
+        _, reference, operand = cases[name]
+        np.testing.assert_allclose(got, *jax.linear_transpose(reference, operand)(dz), rtol=1e-4, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="matmul is not linear: with an activation"):
+        jax.linear_transpose(lambda x: jaxops.matmul(x, w, activation="relu"), x)(dz)
+    with pytest.raises(NotImplementedError, match="in several factors at once"):
+        jax.linear_transpose(lambda x, w: jaxops.matmul(x, w), x, w)(dz)
+
+
+def test_symbolic_sizes(rng):
+    """Exported for any batch, m, n and k; on a GPU XLA's dot runs them."""
+    sizes = jax.export.symbolic_shape("b, m, k, n")
+    b, m, k, n = sizes
+    x, w = normal(rng, (2, 3, 4)), normal(rng, (2, 4, 5))
+
+    def run(a, b):
+        general = jaxops.dot_general(a, b, (((2,), (1,)), ((0,), (0,))))
+        return jax.value_and_grad(lambda a, b: (jaxops.matmul(a, b) * general).sum(), (0, 1))(a, b)
+
+    types = (jax.ShapeDtypeStruct((b, m, k), jnp.float32), jax.ShapeDtypeStruct((b, k, n), jnp.float32))
+    exported = jax.export.export(jax.jit(run), disabled_checks=jaxops.disabled_checks())(*types)
+    for got, wanted in zip(jax.tree.leaves(exported.call(x, w)), jax.tree.leaves(run(x, w)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    spec = _matmul_kernel.Spec(False, False, np.dtype("float32"), precision=(lax.Precision.DEFAULT,) * 2)
+    assert _matmul_kernel.kernel.choice(*types, spec=spec).kernel == "xla"
+
+
+def test_strict_promotion(rng):
+    """Derivatives cast as they need to, where jax.numpy would refuse to promote."""
+    a, b = normal(rng, (6, 8), "bfloat16"), normal(rng, (8, 5), "bfloat16")
+    run = lambda f: jax.grad(lambda a, b: f(a, b, preferred_element_type=jnp.float32).sum(), (0, 1))(a, b)  # noqa: E731
+    with jax.numpy_dtype_promotion("strict"):
+        got, wanted = run(jaxops.matmul), run(jnp.matmul)
+    for x, y in zip(got, wanted, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(wide(x), wide(y), rtol=0.02)

@@ -94,8 +94,10 @@ def test_other_threads_keep_jax_nn():
         ("softmax", (X + 1j,)),
         ("standardize", (X, -1, X.mean(-1, keepdims=True))),
         ("standardize", (X, -1, None, X.var(-1, keepdims=True))),
+        ("standardize", (X, -1, None, None, np.full((3, 1), 0.5))),
+        ("standardize", (X, -1, None, None, -1e-3)),
     ],
-    ids=["complex", "given mean", "given variance"],
+    ids=["complex", "given mean", "given variance", "epsilons", "negative epsilon"],
 )
 def test_what_stays_with_jax_nn(name, arguments):
     wanted = ORIGINALS[name](*arguments)
@@ -107,6 +109,8 @@ def test_what_stays_with_jax_nn(name, arguments):
 def test_errors_are_those_of_jax_nn():
     with jaxops.patch_jax_nn(), pytest.raises(TypeError, match="requires ndarray or scalar arguments, got"):
         jax.nn.softmax([1.0, 2.0])
+    with jaxops.patch_jax_nn(), pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        jax.nn.standardize(X, foo=1)
 
 
 def test_plain_forms_do_not_come_back(monkeypatch):

@@ -280,6 +280,23 @@ def test_result_dtype(op, rng, x64):
 
 
 @every_op
+def test_axes_as_an_array(op, rng):
+    x = jnp.asarray(rng.standard_normal((2, 3, 4)), jnp.float32)
+    np.testing.assert_array_equal(OPS[op][0](x, np.array([0, 2])), OPS[op][0](x, (0, 2)))
+
+
+@every_op
+def test_strict_promotion(op, rng):
+    """Gradients cast as they need to, where jax.numpy would refuse to promote."""
+    x = jnp.asarray(rng.standard_normal((3, 8)), jnp.bfloat16)
+    bias = jnp.asarray(rng.standard_normal((3, 8)), jnp.float32)
+    gradients = jax.grad(lambda x, b: jnp.square(OPS[op][0](x, bias=b)).sum(), (0, 1))
+    wanted = gradients(x, bias)
+    with jax.numpy_dtype_promotion("strict"):
+        jax.tree.map(np.testing.assert_array_equal, gradients(x, bias), wanted)
+
+
+@every_op
 def test_float32_results_of_bfloat16_logits_are_not_rounded(op, rng):
     x = jnp.asarray(rng.standard_normal((5, 200)) * 3, jnp.bfloat16)
     assert_matches(OPS[op][0](x, dtype=jnp.float32), exact(op, x, np.zeros(x.shape))[0])

@@ -1,5 +1,6 @@
 """Whole models of Flax's layers, and models of others, swapped onto jaxops."""
 
+import pickle
 import re
 
 import contract
@@ -75,6 +76,15 @@ def test_linen_model(rng):
     values = cases.disturb(rng, variables)
     got, wanted = (cases.value_and_gradients(m.apply, values, TOKENS) for m in (swapped, model))
     cases.assert_same(got, wanted, ulp=256)
+
+
+def test_linen_models_are_pickled():
+    model, report = linen.swap(nn.Sequential([nn.LayerNorm(), nn.softmax]))
+    x = jnp.arange(8.0).reshape(2, 4)
+    variables = model.init(KEY, x)
+    copy = pickle.loads(pickle.dumps(model))
+    assert type(copy) is type(model) and copy == model and str(copy.swap_report) == str(report)
+    np.testing.assert_array_equal(copy.apply(variables, x), model.apply(variables, x))
 
 
 def test_causal_masks_are_not_read():

@@ -202,6 +202,33 @@ print(len(misses), *values)
     assert first[1] != first[2]
 
 
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
+def test_gradients_for_rows_and_columns_of_any_number(op, rng):
+    def gradients(x, parameter):
+        """Of x, and of the bias, or of the scale."""
+        call = getattr(jaxops, op)
+        f = (lambda x, p: call(x, bias=p)) if "softmax" in op else call
+        return jax.grad(lambda x, p: jnp.square(f(x, p)).sum(), (0, 1))(x, parameter)
+
+    rows, columns = jax.export.symbolic_shape("rows, columns")
+    types = (jax.ShapeDtypeStruct((rows, columns), jnp.float32), jax.ShapeDtypeStruct((columns,), jnp.float32))
+    exported = jax.export.export(jax.jit(gradients), disabled_checks=jaxops.disabled_checks())(*types)
+    for shape in ((300, 7), (3, 64)):
+        x, parameter = draw(rng, *shape).astype(jnp.float32), draw(rng, shape[1]).astype(jnp.float32)
+        for got, wanted in zip(exported.call(x, parameter), gradients(x, parameter), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_transposed(rng):
+    x, scale = draw(rng, 3, 4), draw(rng, 4)
+    for function, operand, name in (
+        (jaxops.softmax, x, "softmax_fwd cannot be transposed in x"),
+        (lambda s: jaxops.layer_norm(x, s), scale, "layer_norm_fwd cannot be transposed in scale"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name}; use jax.vjp"):
+            jax.linear_transpose(function, operand)(x)
+
+
 def test_exported_programs_name_their_kernels():
     names = {check._impl if hasattr(check, "_impl") else str(check) for check in jaxops.disabled_checks()}
     assert len(names) == len(_kernel.KERNELS)

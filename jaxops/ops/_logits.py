@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxops import _arguments as arguments
 from jaxops._kernel import warn_fallback
-from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, sum_to
+from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, promoted, sum_to
 
 #: The bytes of a row of x up to which the backward kernels sum the gradient of the bias themselves.
 _DBIAS_ROW_BYTES = 131072
@@ -191,7 +191,8 @@ class Kernels:
             bias_type is not None
             and not scale_wanted
             and axes == tuple(range(len(shape)))[-len(axes) :]
-            and math.prod(shape[a] for a in axes) * dtype.itemsize <= _DBIAS_ROW_BYTES
+            and isinstance(columns := math.prod(shape[a] for a in axes), int)
+            and columns * dtype.itemsize <= _DBIAS_ROW_BYTES
             and all(bias_type.shape[a] == shape[a] for a in axes)
             and bias_type.shape != shape
         )
@@ -205,7 +206,7 @@ class Kernels:
 
         # The kernel gives dz, XLA the rest: dx = scale dz, dscale = sum(dz x), dbias = sum(dz).
         wide = accumulator(dtype)
-        z_dtype = dtype if bias_type is None else jnp.promote_types(dtype, bias_type.dtype)
+        z_dtype = dtype if bias_type is None else promoted(dtype, bias_type.dtype)
         if not self.from_result:
             operand = operand.astype(z_dtype) if scale is None else operand.astype(wide) * scale
             z_dtype = operand.dtype

@@ -15,7 +15,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad
 
 from jaxops._kernel import Kernel
-from jaxops._rows import accumulator, sum_to
+from jaxops._rows import accumulator, promoted, sum_to
 from jaxops._sharding import Layout
 from jaxops.ops import _matmul_choice as choices
 from jaxops.ops._epilogue import ACTIVATIONS, activation_index, epilogue_jvp
@@ -71,7 +71,9 @@ def precision_of(precision):
     if precision is None:
         precision = lax.Precision.DEFAULT
     if isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
-        return lax.Precision.DEFAULT if precision == lax.DotAlgorithmPreset.DEFAULT else precision
+        if precision != lax.DotAlgorithmPreset.DEFAULT:
+            return precision
+        precision = lax.Precision.DEFAULT
     pair = precision if isinstance(precision, tuple | list) else (precision, precision)
     return tuple(_PRECISIONS[p] if isinstance(p, str) else p for p in pair)
 
@@ -105,10 +107,10 @@ def arithmetic_of(lhs, rhs, precision) -> str | None:
 
 
 def _plain_precision(lhs, rhs, precision):
-    """The precision with which XLA's dot does what the kernels do; not every platform has dot algorithms."""
+    """That with which XLA's dot does what the kernels do, as `precision_of`: not every platform has dot algorithms."""
     if isinstance(precision, tuple) or (arithmetic := arithmetic_of(lhs, rhs, precision)) is None:
         return precision
-    return lax.Precision.HIGHEST if arithmetic in ("f32", "f8") else lax.Precision.DEFAULT
+    return precision_of(lax.Precision.HIGHEST if arithmetic in ("f32", "f8") else lax.Precision.DEFAULT)
 
 
 class _MatmulKernel(Kernel):
@@ -211,7 +213,7 @@ class _MatmulKernel(Kernel):
         wide = sums or accumulator(lhs.dtype, spec.dtype)
         if lhs.dtype != rhs.dtype:  # 8-bit floats, for which jnp.matmul defines no promotion
             lhs, rhs = (x.astype(accumulator(spec.dtype)) for x in (lhs, rhs))
-        batch = np.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
+        batch = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
         shared = [a for a in range(rank - 2) if lhs.shape[a] == rhs.shape[a]]
         if len(shared) < rank - 2:  # operands that broadcast along a batch axis: let jnp.matmul arrange it
             lhs = jnp.swapaxes(lhs, -1, -2) if spec.lhs_transposed else lhs
@@ -236,6 +238,8 @@ class _MatmulKernel(Kernel):
         if arithmetic is None:
             return choices.Choice("xla", f"no kernel is as fast for {lhs.dtype}")
         out, *_ = self.abstract(*operands, spec=spec, preactivation=preactivation)
+        if not all(isinstance(d, int) for x in (lhs, rhs) for d in x.shape):
+            return choices.Choice("xla", "its sizes are symbolic")
         product = choices.Product(
             *out.shape[-2:],
             lhs.shape[-2 if spec.lhs_transposed else -1],
@@ -380,12 +384,25 @@ class _MatmulKernel(Kernel):
         return (out, [moved, dz]) if preactivation else (out[:1], [moved])
 
     def transpose(self, cotangents, *operands, spec, preactivation):
-        """Of the product alone, with respect to one operand."""
-        del preactivation
+        """With respect to the bias and one of lhs, rhs and scale."""
+        lhs, rhs, scale, bias = self._named(operands, spec)
+        wanted = [ad.is_undefined_primal(x) for x in (lhs, rhs, scale)]
+        if spec.activation or preactivation or sum(wanted) > 1:
+            raise NotImplementedError("matmul is not linear: with an activation, or in several factors at once")
         (dz,) = cotangents
-        lhs, rhs, scale, _ = self._named(operands, spec)
+        found = dict.fromkeys(("lhs", "rhs", "scale", "bias"))
+        if ad.is_undefined_primal(bias):
+            found["bias"] = sum_to(dz.astype(bias.aval.dtype), bias.aval.shape)
+        if wanted[2]:
+            (z,) = self(lhs, rhs, None, None, spec._replace(dtype=accumulator(spec.dtype)))
+            found["scale"] = sum_to(dz.astype(z.dtype) * z, scale.aval.shape).astype(scale.aval.dtype)
+        elif any(wanted):
+            found["rhs" if wanted[1] else "lhs"] = self._transpose_factor(dz, lhs, rhs, scale, spec)
+        return [found[name] for name, x in zip(found, (lhs, rhs, scale, bias), strict=True) if x is not None]
+
+    def _transpose_factor(self, dz, lhs, rhs, scale, spec):
+        """The cotangent of lhs or rhs, whichever is undefined."""
         m, n, k = spec.counts
-        rest = [None] * (len(operands) - 2)
         # Triangles on the left are the kernel's; one on the right is multiplied as a whole.
         if ad.is_undefined_primal(lhs):
             triangle = {"result": None if spec.lhs_transposed else "lhs", "lhs": "result"}.get(spec.triangle)
@@ -394,14 +411,14 @@ class _MatmulKernel(Kernel):
                 if spec.lhs_transposed
                 else (dz, False, rhs, not spec.rhs_transposed, (m, k, n))
             )
-            return [_product(spec, scale, lhs.aval, *left, triangle), None, *rest]
+            return _product(spec, scale, lhs.aval, *left, triangle)
         triangle = "lhs" if spec.triangle == ("result" if spec.rhs_transposed else "lhs") else None
         right = (
             (dz, True, lhs, spec.lhs_transposed, (n, k, m))
             if spec.rhs_transposed
             else (lhs, not spec.lhs_transposed, dz, False, (k, n, m))
         )
-        return [None, _product(spec, scale, rhs.aval, *right, triangle), *rest]
+        return _product(spec, scale, rhs.aval, *right, triangle)
 
 
 kernel = _MatmulKernel("matmul", plain_on=("cpu",))
@@ -411,7 +428,7 @@ def _product(spec, scale, like, lhs, lhs_transposed, rhs, rhs_transposed, counts
     """scale lhs @ rhs as the cotangent of `like`: of its dtype, summed over batch axes along which it broadcasts."""
     if lhs.dtype != rhs.dtype:
         eight_bits = [x.dtype.itemsize == 1 for x in (lhs, rhs)]
-        wide = jnp.result_type(*(x for x, eight in zip((lhs, rhs), eight_bits, strict=True) if not eight))
+        wide = promoted(*(x.dtype for x, eight in zip((lhs, rhs), eight_bits, strict=True) if not eight))
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
     product = Spec(lhs_transposed, rhs_transposed, np.dtype(lhs.dtype), None, spec.precision, counts, triangle=triangle)
     batch, *_ = product.sizes(lhs, rhs)

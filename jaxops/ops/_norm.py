@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import _arguments as arguments
-from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, sum_to
+from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, promoted, sum_to
 
 
 def _sums(rows: Rows, where, *xs):
@@ -127,7 +127,7 @@ class _Kernels:
         normalised = (x.astype(wide) - (statistics[0] if self.centred else 0)) * statistics[-1]
         terms = []
         if dx is not None and where is None:
-            precise = jnp.promote_types(x.dtype, dtype)
+            precise = promoted(x.dtype, dtype)
             operands = (x.astype(precise), None, None, *statistics, dx.astype(precise), None)
             terms.append(self.backward(*operands, axes=rows.axes, dtype=precise)[0])
         elif dx is not None:
@@ -185,8 +185,9 @@ def apply(op, x, scale, bias, axis, epsilon, where, residual, dtype: Any):
             if value.shape != shape:
                 raise ValueError(f"{op}: {name} must have the shape of the normalised axes, {shape}, got {value.shape}")
     given = [value for value in parameters.values() if value is not None]
-    total = np.dtype(x.dtype if residual is None else jnp.result_type(x, residual))
-    result = arguments.result_dtype(op, dtype, jnp.result_type(total, *given))
+    summands = [value for value in (x, residual) if value is not None]
+    total = np.dtype(jnp.result_type(*(np.dtype(value.dtype) for value in summands)))
+    result = arguments.result_dtype(op, dtype, jnp.result_type(*summands, *given) if dtype is None else None)
     wide = accumulator(total, result, *(value.dtype for value in given))
     expanded = [d if a in axes else 1 for a, d in enumerate(x.shape)]
     scale, bias = (None if value is None else value.astype(wide).reshape(expanded) for value in parameters.values())

@@ -70,8 +70,8 @@ def log_softmax(
 
     Args:
       x: logits of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy. Complex arrays
-        run on XLA's operations, with a warning, and take no keyword argument.
-      axis: the axis or axes over which the probabilities sum to one; None: all.
+        run on XLA's operations, with a warning, and take none of scale, bias, causal and dtype.
+      axis: the axis or axes over which the probabilities sum to one, counted in the result's shape; None: all.
       where: boolean mask that broadcasts with `x` (both ways). Where it is False the result is -inf, the gradient 0.
       scale: scalar that multiplies `x`; 1 by default.
       bias: array that broadcasts with `x` and is added after the scaling; differentiable.

@@ -52,7 +52,9 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
         accepted = "a NamedSharding, a PartitionSpec or None"
         raise TypeError(f"{op}: out_sharding must be {accepted}, got {out_sharding!r}")
     reference = _Reference(dimension_numbers, precision, preferred)
-    avals = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (a, b))
+    # jax.numpy lets a weakly typed operand take the other's dtype, lax does not.
+    promotes = dimension_numbers is None
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=promotes and x.weak_type) for x in (a, b)]
     try:
         out = _reference_shape(reference, *avals, jax.config.jax_enable_x64)
     except (TypeError, ValueError) as error:
@@ -67,7 +69,7 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
         fits = out.dtype in (np.float32, jnp.bfloat16)
     else:
         try:
-            common = np.dtype(jnp.result_type(*dtypes))
+            common = np.dtype(jnp.result_type(*((a, b) if promotes else dtypes)))
         except ValueError:  # no promotion is defined, as from 8-bit floats
             common = None
         fits = common is not None and common.name in arguments.FLOATS and out.dtype in (common, accumulator(common))
@@ -100,6 +102,8 @@ def matmul(
     r"""Matrix product as of :func:`jax.numpy.matmul`: :math:`\mathrm{activation}(s\,a b + \mathrm{bias})`.
 
     Sums are kept in f32 (f64 for f64); scales, bias and activation are applied to them before the result is rounded.
+    Where the contracted axis is split over devices, each device's sum is rounded to the result's dtype before they are
+    added, as XLA's are.
     On a GPU f32 operands are rounded to TF32 unless the highest precision is asked for, as XLA's are; then the error is
     that of f32 arithmetic. Which kernel a GPU runs follows from shapes, dtypes and the device by a table of measured
     rates; where XLA's own dot is faster, it is chosen, and :func:`jaxops.explain` says so: a 16-bit product is then
@@ -141,7 +145,7 @@ def matmul(
             raise ValueError(f"matmul: bias must broadcast to the result's shape {out.shape}, got {bias.shape}")
     scale = _joint_scale("matmul", lhs_scale, rhs_scale, out.dtype)
     if dtypes is None:
-        return _compose_epilogue(reference(a, b, out_sharding=out_sharding), scale, bias, activation)
+        return _compose_epilogue("matmul", reference(a, b, out_sharding=out_sharding), scale, bias, activation)
 
     rank = max(a.ndim, b.ndim, 2)
     lhs = (a[None, :] if a.ndim == 1 else a).astype(dtypes[0])
@@ -173,13 +177,17 @@ def _joint_scale(op, lhs_scale, rhs_scale, dtype):
     return functools.reduce(operator.mul, scales) if scales else None
 
 
-def _compose_epilogue(product, scale, bias, activation):
+def _compose_epilogue(op, product, scale, bias, activation):
     """Scale, bias and activation around XLA's dot, for what has no kernel."""
     out = product
+    if scale is bias is activation is None:
+        return out
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise TypeError(f"{op}: scales, bias and activation need a result of a floating dtype, got {out.dtype}")
     if scale is not None:
         out = (out.astype(scale.dtype) if out.dtype.name in EIGHT_BITS else out) * scale
     if bias is not None:
-        out = out + bias
+        out = out + expand_rank(bias, out.ndim)
     return ACTIVATIONS[activation](out).astype(product.dtype)
 
 
@@ -270,7 +278,7 @@ def triangular_dot_general(
     )
     scale = _joint_scale("dot_general", lhs_scale, rhs_scale, out.dtype)
     if dtypes is None:
-        return _compose_epilogue(reference(lhs, rhs, out_sharding=out_sharding), scale, None, None)
+        return _compose_epilogue("dot_general", reference(lhs, rhs, out_sharding=out_sharding), scale, None, None)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     order = np.argsort(lhs_contract)
     lhs_contract, rhs_contract = ([axes[i] for i in order] for axes in (lhs_contract, rhs_contract))

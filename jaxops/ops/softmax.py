@@ -57,8 +57,8 @@ def softmax(
 
     Args:
       x: logits of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy. Complex arrays
-        run on XLA's operations, with a warning, and take no keyword argument.
-      axis: the axis or axes over which the result sums to one; None: all.
+        run on XLA's operations, with a warning, and take none of scale, bias, causal and dtype.
+      axis: the axis or axes over which the result sums to one, counted in the result's shape; None: all.
       where: boolean mask that broadcasts with `x` (both ways). Where it is False the entry does not take part: its
         result and its gradient are 0, also in a row in which nothing takes part.
       scale: scalar that multiplies `x`; 1 by default.

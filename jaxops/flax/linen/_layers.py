@@ -132,11 +132,11 @@ def dense(self: Any, inputs: jax.Array, activation: str | None = None) -> jax.Ar
     )
 
 
-def _initialise_flat(init: Callable[..., Any], rows: int, columns: int) -> Callable[..., Any]:
-    """The initialiser for a matrix, or for a vector (rows = 0), that then takes the parameter's own shape."""
+def _initialise_flat(init: Callable[..., Any], *flat: int) -> Callable[..., Any]:
+    """The initialiser for the matrix or vector of shape `flat`, which then takes the parameter's own shape."""
 
     def initialise(rng, shape, dtype=jnp.float32):
-        value = init(rng, (rows, columns) if rows else (columns,), dtype)
+        value = init(rng, flat, dtype)
         if isinstance(value, meta.AxisMetadata):
             return meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
         return jnp.reshape(value, shape)
@@ -160,7 +160,7 @@ def dense_general(self: Any, inputs: jax.Array) -> jax.Array:
     kernel = self.param("kernel", init, (*batch, *contracted, *features), self.param_dtype)
     bias = None
     if self.use_bias:
-        init = _initialise_flat(self.bias_init, 0, math.prod(batch) * columns)
+        init = _initialise_flat(self.bias_init, math.prod(batch) * columns)
         bias = self.param("bias", init, (*batch, *features), self.param_dtype)
     inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
     return _functions.contract(inputs, kernel, bias, axes=axes, batch_axes=sorted(batch_axes), precision=self.precision)

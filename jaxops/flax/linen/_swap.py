@@ -242,9 +242,19 @@ def _swapped_class(cls: type[nn.Module]) -> type[nn.Module]:
         "swap_products": dataclasses.field(default=True, repr=False, kw_only=True),
     }
     made = type(cls)(cls.__name__, (cls,), body)
-    made._call_wrapped_method = call  # not in the body, whose functions linen wraps
+
+    def reduce(self, protocol):
+        """For pickle, which looks for classes by name and would find `cls`."""
+        _, _, *state = super(made, self).__reduce_ex__(protocol)
+        return _new_swapped, (cls,), *state
+
+    made._call_wrapped_method, made.__reduce_ex__ = call, reduce  # not in the body, whose functions linen wraps
     cls._jaxops_swapped = made
     return made
+
+
+def _new_swapped(cls: type[nn.Module]) -> nn.Module:
+    return object.__new__(_swapped_class(cls))
 
 
 @arguments.checked
