@@ -304,18 +304,22 @@ normal numbers, magnitudes over eight decades, 1e4 with small differences, tiny,
 equal throughout, one hot or zero, with infinities and NaN, and rows of 2^20. `make accuracy` measures them on the
 device at hand and writes this page; the tests enforce the bounds.
 
-- **value**: the largest error of a value from normal inputs, in units in the last place (of the result's dtype) of the
-  largest value; behind the comma the largest from any of the inputs, each element in a unit of its own: its ulp, and
-  the first-order effect of rounding once what the op computes in f32 (f64 for f64), such as the logits' distance from
-  the maximum, the mean of a row whose offset exceeds its spread, the terms of a sum (of a product's k terms half the
-  root of k times). Denormal f32 operands count as zero, as everywhere in XLA.
-- **gradient**: the Euclidean norm of the gradients' error over that of the gradients, from normal inputs, in eps of
-  their dtype or x's, if that is coarser; behind the comma the largest error of an element from any of the inputs, in
-  units as above.
+Each cell has two numbers, and in brackets the same two of `jax.nn`, `jax.numpy` or Flax.
 
-f32 products of the default precision are XLA's: TF32 on a GPU. In brackets the same of `jax.nn`, `jax.numpy` or Flax.
-Infinities and NaN are where they belong; "differs" says that they are not. The squares of what a norm centres must be
-finite in f32: magnitudes up to 1e18. A cell that lacks a number was measured in other units and left out.
+- **value**, first: from normal inputs, the largest error of an element, divided by eps of the result's dtype times the
+  largest exact value of the whole result: an error in units in the last place of the largest value.
+- **value**, second: from all kinds of inputs, the largest error of an element in a unit of its own. The unit is eps
+  times the element's exact value (its ulp), plus what one rounding of each intermediate value that the op keeps in f32
+  (f64 for f64) may change it by, to first order. Such values are the logits' distance from the maximum, the mean of a
+  row whose offset exceeds its spread, and the terms of a sum (for a product's k terms half the root of k times one).
+- **gradient**, first: from normal inputs, the Euclidean norm of a gradient's error divided by that of the exact
+  gradient, in eps of the gradient's dtype, or of x's if that is coarser.
+- **gradient**, second: as the second of values, of the gradients' elements.
+
+Of several results, gradients or inputs a figure is the worst. Denormal f32 operands count as zero, as everywhere in
+XLA. f32 products of the default precision are XLA's: TF32 on a GPU. Infinities and NaN are where they belong; "differs"
+says that they are not. The squares of what a norm centres must be finite in f32: magnitudes up to 1e18. What was not
+measured is left out or "\N{EN DASH}"; so is a number that was measured in other units.
 """
 
 
@@ -331,9 +335,20 @@ def _number(value: float) -> str:
     )
 
 
-def _cell(row: Row, prefix: str = "") -> list[str]:
-    numbers = [_number(getattr(row, prefix + name)) for name in FIGURES]
-    return [f"{numbers[0]}, {numbers[1]}", f"{numbers[2]}, {numbers[3]}"]
+def _pairs(numbers: Sequence[float], gradients: bool) -> list[str]:
+    """The figures of values and of gradients, if those were measured."""
+    texts = list(map(_number, numbers))
+    return [f"{texts[0]}, {texts[1]}", f"{texts[2]}, {texts[3]}" if gradients else "\N{EN DASH}"]
+
+
+def _cells(row: Row | None) -> list[str]:
+    """Of one device: values and gradients, the reference's in brackets."""
+    if row is None:
+        return ["", ""]
+    gradients = row.dtype not in fuzz.EIGHT_BITS
+    both = ([getattr(row, prefix + name) for name in FIGURES] for prefix in ("", "reference_"))
+    ours, theirs = (_pairs(numbers, gradients) for numbers in both)
+    return [f"{ours[0]} ({theirs[0]})", f"{ours[1]} ({theirs[1]})" if gradients else ours[1]]
 
 
 def page(rows: list[Row]) -> str:
@@ -341,8 +356,7 @@ def page(rows: list[Row]) -> str:
     devices = sorted({row.device for row in rows})
     text = [_HEAD, "| dtype | bounds of values | of gradients |", "|---|---|---|"]
     for kind, limits in BOUNDS.items():
-        numbers = list(map(_number, limits))
-        text.append(f"| {kind} | {numbers[0]}, {numbers[1]} | {numbers[2]}, {numbers[3]} |")
+        text.append(f"| {kind} | {' | '.join(_pairs(limits, gradients='8 bits' not in kind))} |")
     for op in fuzz.OPS:
         mine = [row for row in rows if row.op == op]
         columns = [f"{device}: {what}" for device in devices for what in ("value", "gradient")]
@@ -351,8 +365,7 @@ def page(rows: list[Row]) -> str:
             cells = [options or "none", dtype]
             for device in devices:
                 row = next((r for r in mine if (r.device, r.options, r.dtype) == (device, options, dtype)), None)
-                both = ("", "") if row is None else zip(_cell(row), _cell(row, "reference_"), strict=True)
-                cells += ["{} ({})".format(*pair) if pair else "" for pair in both]
+                cells += _cells(row)
             text.append(f"| {' | '.join(cells)} |")
     return "\n".join(text) + "\n"
 

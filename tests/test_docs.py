@@ -1,15 +1,18 @@
 """The documentation: every block of Python runs, every command exists, and the charts are drawn."""
 
 import ast
+import csv
 import importlib.util
 import pathlib
 import re
 import shlex
+import statistics
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+TRAINING = ROOT / "docs" / "training.md"
 #: The languages, the title (the name of the file that the block is, or is part of), the text.
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
@@ -51,14 +54,66 @@ def test_commands(page):
 
 
 def test_links():
-    for page in PAGES[:-2]:
+    changes = ROOT / "CHANGELOG.md"  # a page of the site too
+    places = [*((page, page.parent) for page in PAGES), (changes, changes.parent), (changes, ROOT / "docs")]
+    for page, folder in places:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", FENCE.sub("", page.read_text())):
-            assert (page.parent / target).exists() or target.endswith(".svg"), f"{page.name}: {target}"
+            assert (folder / target).exists() or target.endswith(".svg"), f"{page.name}: {target}"
 
 
 def test_every_page_is_in_the_site():
     navigation = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(navigation) == sorted(str(p.relative_to(ROOT / "docs")) for p in PAGES[:-2])
+
+
+def last_rows(device, until):
+    """The row ops' last measurements on a device before a time, by op, direction, shape and dtype."""
+    found = {}
+    for op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
+        with (ROOT / "benchmarks" / "results" / f"{op}.csv").open() as file:
+            for row in csv.DictReader(file):
+                if row["device"] == device and row["date"] < until:
+                    found[op, row["direction"], row["shape"], row["dtype"]] = row
+    return found
+
+
+def slower(rows):
+    return sum(float(row["ratio"]) <= 0.97 for row in rows.values())
+
+
+def test_figures():
+    """The README's figures of the row ops are those of the rows that it names."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    rows = last_rows("NVIDIA H200", "2026-11-22T23:49")
+    for op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
+        both = (rows[op, direction, "32768x4096", "bfloat16"] for direction in ("forward", "backward"))
+        rates = [f"{float(row['ours']):.2f} ({float(row['xla']):.2f})" for row in both]
+        assert f"| `{op}` | {rates[0]} | {rates[1]} |" in text
+    assert f"The last rows of all {len(rows)} measurements there" in text
+    assert f"Of them {slower(rows)} are slower than XLA by 3 %" in text
+    time = re.search(r"last rows up to ([\d-]+), ([\d:]+)", text)
+    rows = last_rows("AMD EPYC, 2 cores", f"{time[1]}T{time[2]}")
+    mean = {
+        direction: statistics.geometric_mean(float(row["ratio"]) for key, row in rows.items() if key[1] == direction)
+        for direction in ("forward", "backward")
+    }
+    wanted = (
+        f"{mean['forward']:.2f} times as fast as XLA forward and {mean['backward']:.2f} times backward, in the "
+        f"geometric mean over {len(rows)} measurements of the four row ops, of which {slower(rows)} are slower"
+    )
+    assert wanted in text
+
+
+def test_figures_of_training():
+    """docs/training.md against the rows that it names."""
+    with (ROOT / "benchmarks" / "results" / "train.csv").open() as file:
+        rows = {(row["shape"].split(",")[0], row["direction"], row["date"][:16]): row for row in csv.DictReader(file)}
+    table = re.findall(r"^\| (\d+) of (\d+) \| (.*?) \| ([\d-]+), ([\d:]+) \|", TRAINING.read_text(), re.MULTILINE)
+    assert len(table) == 3
+    for layers, width, cells, day, time in table:
+        both = [rows[f"{layers} layers of {width}", name, f"{day}T{time}"] for name in ("swapped", "fused")]
+        ours, plain = [float(row["ours"]) for row in both], float(both[0]["xla"])
+        assert cells == " | ".join([f"{plain / 1e3:.0f}", *(f"{rate / 1e3:.0f} ({rate / plain:.2f})" for rate in ours)])
 
 
 def tool(name):
@@ -88,3 +143,5 @@ def test_charts(tmp_path):
         columns + "".join(rows) + "2026-01-01,1,1,CPU,a,forward,4x8,bfloat16,9,1,TB/s,,1,c\n"
     )
     assert [row["ours"] for row in charts.read_rows(tmp_path / "a.csv")] == ["2"]
+    with (tmp_path / "a.csv").open() as file:
+        assert b"NVIDIA X, jax 1, measured 2026-01-01 to 2026-01-02" in charts.draw_bars(list(csv.DictReader(file))[:2])

@@ -33,7 +33,9 @@ def read_rows(path: Path, device: str = "NVIDIA") -> list[dict[str, str]]:
 
 def _svg(figure: Figure, rows: Sequence[dict[str, str]]) -> bytes:
     last = max(rows, key=lambda row: row["date"])
-    figure.supxlabel(f"{last['device']}, jax {last['jax']}, {last['date'][:10]}", fontsize="small", color="0.4")
+    dates = dict.fromkeys(row["date"][:10] for row in (min(rows, key=lambda row: row["date"]), last))
+    caption = f"{last['device']}, jax {last['jax']}, measured {' to '.join(dates)}"
+    figure.supxlabel(caption, fontsize="small", color="0.4")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -30,8 +30,8 @@ def pythons() -> list[str]:
 
 
 def versions(python: str) -> list[str]:
-    """The versions of jax to test with, of those that the registry has for this Python: the oldest, and of each minor
-    version the newest.
+    """The versions of jax to test with, of those that PyPI has for this Python: the oldest, and of each minor version
+    the newest.
     """
     bounds = re.search(r"SUPPORTED = \(\((\d+), (\d+)\), \((\d+), (\d+)\)\)", (ROOT / "jaxops/_load.py").read_text())
     low, high = ((int(bounds[i]), int(bounds[i + 1])) for i in (1, 3))
