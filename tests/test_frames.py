@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 
 import frames
 import ml_dtypes
@@ -177,8 +178,9 @@ def test_malformed_frames_of_matmul_are_refused(index, memory):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @pytest.mark.parametrize("shape", [(0, 11), (5, 0), (0, 0)])
 def test_empty_buffers_need_no_memory(half, dtype, shape, memory):
-    for op in ROW_OPS:
-        for call in row_calls(op, dtype, False, False, half):
+    """Sums over no rows are 0."""
+    for op, options, across in itertools.product(ROW_OPS, (False, True), (False, True)):
+        for call in row_calls(op, dtype, options, across, half):
             empty = resized(call, *shape)
             nowhere = [
                 dataclasses.replace(b, data="own" if b.bytes else "null") for b in (*empty.operands, *empty.results)
@@ -188,4 +190,64 @@ def test_empty_buffers_need_no_memory(half, dtype, shape, memory):
             values = [np.ones(b.shape, b.dtype) for b in empty.operands]
             there = memory.get(half)
             if there is not None:
-                frames.run(half, there, empty, values, fill=0)
+                results = frames.run(half, there, empty, values, fill=0xFF)
+                for sums in results[min(call.workspaces, default=len(results)) + 1 :]:
+                    assert not sums.any(), f"{call.handler}, {shape}"
+
+
+@needs_cuda
+@pytest.mark.parametrize("shape", [(0, 5, 11), (3, 0, 11), (3, 5, 0)])
+def test_empty_epilogues(shape, memory):
+    there = memory_of(memory, "cuda")
+    full, sums, dbias = (frames.Operand(s, 11) for s in (shape, (shape[0], 2, shape[2]), (shape[0], shape[2])))
+    attributes = {"activation": np.int32(1), "has_dz": np.bool_(True), "has_dbias": np.bool_(True)}
+    call = frames.Call("epilogue_bwd", (full, full), (full, sums, dbias), attributes)
+    values = [np.ones(shape, np.float32)] * 2
+    assert not frames.run("cuda", there, call, values, fill=0xFF)[2].any()
+
+
+@needs_cuda
+def test_matmul_results_beside_a_pack_are_refused(memory):
+    there = memory.get("cuda", memory["cpu"])
+    for call in matmul_calls():
+        if call.handler != "matmul":
+            continue
+        where = [[there.allocate(b.bytes + 16) for b in buffers] for buffers in (call.operands, call.results)]
+        for i in range(1 + bool(call.attributes["has_preactivation"])):
+            beside = [pointer + 8 * (i == k) for k, pointer in enumerate(where[1])]
+            assert refusal("cuda", call, where[0], beside) == frames.INVALID_ARGUMENT
+        for pointer in (*where[0], *where[1]):
+            there.free(pointer)
+
+
+@needs_cuda
+def test_more_parts_than_tiles_along_k_are_refused(memory):
+    there = memory.get("cuda", memory["cpu"])
+    for call in tile_calls():
+        if call.attributes["splits"] == 1 or len(call.results) > 1:
+            continue
+        (m, _), (_, n) = (operand.shape for operand in call.operands)
+        pointers = [there.allocate(2000 * 2000) for _ in range(3)]
+        line = 128 // call.operands[0].dtype.itemsize  # of a k tile
+        for k, allowed in ((line, False), (line + 8, True)):
+            shapes = zip(((m, k), (k, n)), call.operands, strict=True)
+            short = call.replace(operands=tuple(frames.Operand(shape, old.code) for shape, old in shapes))
+            code = refusal("cuda", short, pointers[:2], pointers[2:])
+            assert (code != frames.INVALID_ARGUMENT) == allowed
+        for pointer in pointers:
+            there.free(pointer)
+
+
+@needs_cuda
+@pytest.mark.parametrize("op", LOGITS)
+def test_causal_of_too_many_queries_is_refused(op, memory):
+    """Kernels count from a query to its keys in 32 bits."""
+    there = memory.get("cuda", memory["cpu"])
+    for queries, allowed in ((2**31 - 2, True), (2**31 - 1, False)):
+        x = frames.Operand((0, queries, 4), 11)
+        attributes = {"axes": np.array([2]), "query_axis": np.int64(1), "key_axis": np.int64(2)}
+        names = ["has_scale", "has_bias", "has_where"] + ["has_max"] * (op == "log_softmax")
+        call = frames.Call(f"{op}_fwd", (x,), (x,), attributes | dict.fromkeys(names, np.bool_(False)))
+        pointer = there.allocate(64)
+        assert (refusal("cuda", call, [pointer], [pointer]) is None) == allowed
+        there.free(pointer)

@@ -261,6 +261,27 @@ def test_integers_and_weak_types(op):
     assert scalar.shape == () and scalar.dtype == np.float32 and not scalar.weak_type
 
 
+@every_op
+def test_weak_types_promote_as_in_flax(op):
+    weak, scale = jnp.full((2, 4), 3.0), jnp.ones(4, jnp.bfloat16)
+    assert weak.weak_type and call(op, weak, scale).dtype == jnp.bfloat16
+    assert call(op, weak, scale.astype(jnp.float32)).dtype == np.float32
+
+
+@every_op
+def test_strict_promotion(op, rng):
+    """Where jax.numpy would refuse to promote, a given dtype is enough, also for derivatives."""
+    x, dx = (jnp.asarray(rng.standard_normal((3, 8)), jnp.bfloat16) for _ in range(2))
+    scale = jnp.asarray(rng.standard_normal(8), jnp.float32)
+    f = lambda x: call(op, x, scale, dtype=jnp.float32)  # noqa: E731
+    wanted = jax.jvp(f, (x,), (dx,)), jax.grad(lambda x: f(x).sum())(x)
+    with jax.numpy_dtype_promotion("strict"):
+        got = jax.jvp(f, (x,), (dx,)), jax.grad(lambda x: f(x).sum())(x)
+        with pytest.raises(ValueError, match="promotion"):
+            call(op, x, scale)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
 # --- where, residual ---
 
 
@@ -588,6 +609,40 @@ def test_vmapped_parameters(op, rng):
                 for k in range(3):
                     target = wanted[k].reshape(got[k][i, j].shape)
                     assert_matches(got[k][i, j], target, f"{axes}, result {k}", 10)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "op, mapped",
+    [("rms_norm", ["scale"]), *(("layer_norm", names) for names in (["scale"], ["where"], ["scale", "where"]))],
+    ids=str,
+)
+def test_parameters_that_change_along_summed_rows(op, mapped, dtype, rng):
+    """A mapped scale or mask, not differentiated, beside parameters for all entries, whose gradients are sums."""
+    for shape in [(3, 16), (3, 13), (3, 4, 16), (3, 4, 13), (70, 64), (70, 3, 63), (5, 2, 1000), (5, 2, 1003)]:
+        expanded = (shape[0], *[1] * (len(shape) - 2), shape[-1])
+        x, dy = (jnp.asarray((2 * rng.standard_normal(shape) + 1).astype(dtype)) for _ in range(2))
+        scale, bias = parameters("layer_norm", rng, shape[-1:])
+        scale = parameters("rms_norm", rng, (shape[0], shape[-1]))[0] if "scale" in mapped else scale
+        mask = rng.random((shape[0], shape[-1])) < 0.7
+        mask[:, 0] = True
+        shared = {} if "scale" in mapped else {"scale": scale}
+        shared |= {"bias": bias} if op == "layer_norm" else {}
+        of_entry = {name: {"scale": scale, "where": mask}[name] for name in mapped}
+
+        def function(x, *values, names=tuple(shared), of_entry=of_entry):
+            given = dict(zip(names, values, strict=True))
+            return jax.vmap(lambda x, own: call(op, x, **given, **own, dtype=dtype))(x, of_entry)
+
+        got = run(function, x, *shared.values(), cotangent=dy)
+        where = mask.reshape(expanded) if "where" in mapped else True
+        rows = scale.reshape(expanded if "scale" in mapped else (*[1] * (len(shape) - 1), shape[-1]))
+        wanted = closed_form(op, x, rows, bias if op == "layer_norm" else None, dy, where=where)
+        wanted = dict(zip(("value", "x", "scale", "bias"), wanted, strict=False))
+        wanted["bias"] = wide(dy).sum(tuple(range(len(shape) - 1)))
+        for name, gotten in zip(("value", "x", *shared), got, strict=True):
+            target = wanted[name].reshape(gotten.shape)
+            assert_matches(gotten, target, f"{shape}: {name}", contract.GRADIENT_ROUNDING + 0.5 * shape[0] ** 0.5)
 
 
 @every_op

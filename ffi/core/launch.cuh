@@ -48,10 +48,12 @@ inline cudaLaunchConfig_t Configuration(const Grid& grid, cudaStream_t stream, c
   return config;
 }
 
-// Launches a kernel on (parameters of the kernel). Host work only: safe while a stream is captured.
+// Launches a kernel on (parameters of the kernel); nothing where there are no blocks. Host work only: safe while a
+// stream is captured.
 template <class... Parameters, class... Arguments>
 cudaError_t Launch(cudaStream_t stream, void (*kernel)(Parameters...), const Grid& grid,
                    const Arguments&... arguments) {
+  if (grid.blocks == 0) return cudaSuccess;
   if (grid.blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
   if (const cudaError_t status = Prepare(kernel, grid); status != cudaSuccess) return status;
   cudaLaunchAttribute attribute;
@@ -59,9 +61,27 @@ cudaError_t Launch(cudaStream_t stream, void (*kernel)(Parameters...), const Gri
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// A number of each device, asked for once; 0, that it is not known, is asked for again.
+class PerDevice {
+ public:
+  // ask(): the current device's.
+  template <class Ask>
+  int Get(const Ask& ask) {
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return 0;
+    if (device >= static_cast<int>(values_.size())) return ask();
+    int value = values_[device].load(std::memory_order_relaxed);
+    if (value == 0) values_[device].store(value = ask(), std::memory_order_relaxed);
+    return value;
+  }
+
+ private:
+  std::array<std::atomic<int>, 64> values_ = {};
+};
+
 // How many clusters of a kernel the current device runs at once; 0 if that is not known.
 template <class... Parameters>
-int64_t ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
+int ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
   int count = 0, device = 0, processors = 0;
   if (Prepare(kernel, grid) != cudaSuccess) return 0;
   if (grid.cluster > 1) {
@@ -75,7 +95,7 @@ int64_t ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, grid.threads, grid.shared_bytes) != cudaSuccess) {
     return 0;
   }
-  return int64_t{count} * processors;
+  return count * processors;
 }
 
 // The dynamic shared memory that a block may have on the current device beside up to 16 KiB of static shared memory.
@@ -92,17 +112,11 @@ __global__ void CompiledKernel() {}
 // The compute capability that the kernels were compiled for which the current device runs, as __CUDA_ARCH__ / 10: less
 // than the device's where it runs code for an older one. 0 if it is not known.
 inline int CompiledCapability() {
-  static std::array<std::atomic<int>, 64> of_device = {};
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  const auto ask = [] {
+  static PerDevice capability;
+  return capability.Get([] {
     cudaFuncAttributes attributes;
     return cudaFuncGetAttributes(&attributes, CompiledKernel<>) == cudaSuccess ? attributes.ptxVersion : 0;
-  };
-  if (device >= static_cast<int>(of_device.size())) return ask();
-  int capability = of_device[device].load(std::memory_order_relaxed);
-  if (capability == 0) of_device[device].store(capability = ask(), std::memory_order_relaxed);
-  return capability;
+  });
 }
 inline constexpr int kHopper = 90;  // the first with clusters, and the only one with wgmma
 

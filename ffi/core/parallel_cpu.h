@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <thread>
 
@@ -32,8 +33,12 @@ void ParallelFor(Device& pool, int64_t workers, int64_t tasks, const Run& run) {
       state->done.fetch_add(1, std::memory_order_release);
     }
   };
-  for (int64_t worker = 1; worker < std::min(workers, tasks); ++worker) {
-    pool.Schedule([work, worker] { work(worker); });
+  try {
+    for (int64_t worker = 1; worker < std::min(workers, tasks); ++worker) {
+      pool.Schedule([work, worker] { work(worker); });
+    }
+  } catch (const std::exception&) {
+    // No memory for a helper: on without it. Those that have started use `run`, so this frame has to stay.
   }
   work(0);
   while (state->done.load(std::memory_order_acquire) < tasks) std::this_thread::yield();

@@ -5,6 +5,7 @@
 #define JAXOPS_ROWS_COLUMN_SUMS_CUH_
 
 #include <cstdint>
+#include <limits>
 
 #include "core/launch.cuh"
 #include "rows/geometry.cuh"
@@ -26,6 +27,16 @@ struct SumResults {
         results{first ? static_cast<A*>(sums.results[0]) : nullptr,
                 second ? static_cast<A*>(sums.results[first ? 1 : 0]) : nullptr} {}
 };
+
+// The sums where x is empty: 0, if there are any.
+template <class A, int kSlots>
+cudaError_t ClearSums(cudaStream_t stream, const SumResults<A>& results, const RowShape<kSlots>& shape) {
+  const size_t bytes = sizeof(A) * shape.groups.total * shape.columns.total;
+  cudaError_t status = cudaSuccess;
+  for (A* const result : results.results)
+    if (result && bytes > 0 && status == cudaSuccess) status = cudaMemsetAsync(result, 0, bytes, stream);
+  return status;
+}
 
 // Rows of adjacent elements: a warp takes 32 columns, the 8 warps of a block every eighth row of the chunk.
 // Rows across: a block takes one column; its threads walk along the rows.
@@ -118,9 +129,11 @@ template <class A, class Op, int kMore>
 cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
                              const SumResults<A>& results) {
   const Layouts<Op::kSlots> layouts(shape, 1, 0);
-  const int64_t tiles = shape.across ? shape.columns.total : (shape.columns.total + 31) / 32;
-  const Grid grid = {tiles * results.chunks * shape.groups.total, kSumThreads};
-  const auto kernel = shape.across ? SumChunkKernel<true, A, Op> : SumChunkKernel<false, A, Op>;
+  const int64_t parts = results.chunks * shape.groups.total;
+  // A block for each column, unless they are more than a grid has: the other kernel takes any layout.
+  const bool across = shape.across && parts * shape.columns.total <= std::numeric_limits<int>::max();
+  const Grid grid = {parts * (across ? shape.columns.total : (shape.columns.total + 31) / 32), kSumThreads};
+  const auto kernel = across ? SumChunkKernel<true, A, Op> : SumChunkKernel<false, A, Op>;
   const cudaError_t status = Launch(stream, kernel, grid, op, layouts, results);
   return status != cudaSuccess ? status : LaunchAddChunks(stream, layouts, Op::kSumSlot, results);
 }

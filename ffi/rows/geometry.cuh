@@ -104,6 +104,14 @@ struct Layouts {
     plain = plain && columns.count == 1;
   }
 
+  // Whether the broadcast operands do not depend on the row within a group.
+  bool GroupedRowsAlike(uint32_t broadcasts) const {
+    for (int slot = 1; slot < kSlots; ++slot)
+      for (int a = 0; a < rows.count; ++a)
+        if ((broadcasts >> slot & 1) && rows.strides[a][slot] != 0) return false;
+    return true;
+  }
+
   // Whether a kernel's geometry has room for the axes, and that geometry.
   template <class G>
   bool Fit() const {

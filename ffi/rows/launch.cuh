@@ -223,10 +223,15 @@ inline constexpr int64_t kManyBlocks = 1;  // for its tests to reach every place
 inline constexpr int64_t kManyBlocks = 132;
 #endif
 
+// Whether the rows are enough, and alike, where a thread takes several.
+template <class P>
+bool SuitsRows(int64_t rows, bool rows_alike) {
+  return P::kRows == 1 || (rows_alike && rows >= kManyBlocks * P::kTeams * P::kRows);
+}
+
 template <class P, int kV, Lay kLay>
-bool Fits(int64_t rows, int64_t columns, bool rows_alike, int capability) {
+bool Fits(int64_t columns, int capability) {
   if (!RunsOn<P>(capability)) return false;
-  if (P::kRows > 1 && (!rows_alike || rows < kManyBlocks * P::kTeams * P::kRows)) return false;
   const int64_t packs = P::kAcross ? columns : (columns + (kLay == Lay::kShifted ? kV - 1 : 0) + kV - 1) / kV;
   const int64_t threads = int64_t{P::kLanes} * P::kCluster;             // of a row
   if (P::kPacks == 0) return P::kCluster == 1 || packs >= 4 * threads;  // fewer are not worth a cluster's exchange
@@ -241,7 +246,8 @@ bool LaunchPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots
   const int64_t rows = layouts.rows.total, columns = layouts.columns.total;
   const int capability = CompiledCapability();
   return First(
-      Placements{}, false, [&]<class P> { return Fits<P, kV, kLay>(rows, columns, layouts.rows_alike, capability); },
+      Placements{}, false,
+      [&]<class P> { return SuitsRows<P>(rows, layouts.rows_alike) && Fits<P, kV, kLay>(columns, capability); },
       [&]<class P> {
         constexpr int kBlockRows = Row<P, kV, kLay, A, G>::kBlockRows;
         const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * P::kCluster;

@@ -236,16 +236,18 @@ __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
 }
 
 template <class P, int kV, Lay kLay, class A, class Op>
-bool LoopFits(const Op& op, const Layouts<Op::kSlots>& layouts, int64_t rows, bool rows_alike, int capability) {
+bool LoopFits(const Op& op, const Layouts<Op::kSlots>& layouts, int capability) {
   return layouts.template Fit<LoopGeometry<P, kLay, Op>>() &&
          LoopRow<P, kV, kLay, A, Op>::SharedBytes(op.Inputs()) <= MostDynamicShared() &&
-         Fits<P, kV, kLay>(rows, layouts.columns.total, rows_alike, capability);
+         Fits<P, kV, kLay>(layouts.columns.total, capability);
 }
 
 template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts,
                         const SumResults<A>& results, cudaError_t* status) {
-  if (layouts.groups.count > GroupsOf<Op::kSlots, kLay>::kMost) return false;
+  // Parameters are read once for all of a team's rows, which are of one group.
+  const bool alike = layouts.GroupedRowsAlike(Op::kBroadcasts);
+  if (layouts.groups.count > GroupsOf<Op::kSlots, kLay>::kMost || (Op::kParameters > 0 && !alike)) return false;
   const int capability = CompiledCapability();
   return First(
       Placements{}, false,
@@ -254,7 +256,8 @@ bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSl
         const int64_t step = results.chunks == 1 ? 1 : results.chunks * P::kTeams;
         const bool constant = kLay != Lay::kShifted || layouts.rows.total <= step ||
                               (layouts.rows.count == 1 && step * layouts.rows.strides[0][0] % kV == 0);
-        return constant && LoopFits<P, kV, kLay, A>(op, layouts, std::numeric_limits<int64_t>::max(), true, capability);
+        // However few the rows are: groups and chunks make the blocks.
+        return constant && (P::kRows == 1 || alike) && LoopFits<P, kV, kLay, A>(op, layouts, capability);
       },
       [&]<class P> {
         using RowType = LoopRow<P, kV, kLay, A, Op>;
@@ -273,7 +276,7 @@ bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSl
 }
 
 // Runs op over the rows and puts the sums over each group's rows into the results. False if there is no placement for
-// these tensors.
+// these tensors, or the op's parameters change along the rows of a group.
 template <class T, class U, class Op, int kMore>
 bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
                    const SumResults<Accumulator<T>>& results, cudaError_t* status) {
@@ -335,13 +338,15 @@ bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::
   const int capability = CompiledCapability();
   return First(
       Placements{}, false,
-      [&]<class P> { return LoopFits<P, kV, kLay, A>(op, layouts, rows, layouts.rows_alike, capability); },
+      [&]<class P> {
+        return SuitsRows<P>(rows, layouts.rows_alike) && LoopFits<P, kV, kLay, A>(op, layouts, capability);
+      },
       [&]<class P> {
         using RowType = LoopRow<P, kV, kLay, A, Op>;
         const auto kernel = RowStreamKernel<P, kV, kLay, A, Op>;
         Grid grid = {0, P::kThreads, P::kCluster, static_cast<size_t>(RowType::SharedBytes(op.Inputs()))};
-        static const int64_t resident = ResidentClusters(kernel, grid);
-        int64_t clusters = resident;
+        static PerDevice resident;
+        int64_t clusters = resident.Get([&] { return ResidentClusters(kernel, grid); });
         int alike = 1;
         if (kLay == Lay::kShifted) {
           while (alike * P::kTeams * layouts.rows.strides[0][0] % kV) ++alike;

@@ -111,7 +111,7 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
   const LogitsAttributes attributes = {axes,      query_axis,       key_axis, has_scale, has_bias,
                                        has_where, /*has_max=*/true, masked,   has_dbias};
   LogitsCall call;
-  JAXOPS_RETURN_IF_ERROR(ParseLogits("log_softmax_bwd", true, attributes, args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice("log_softmax_bwd", true, attributes, args, results, &call));
   JAXOPS_RETURN_IF_ERROR(CheckType("log_softmax_bwd", "dx", *call.y, call.x->element_type()));
   return BackwardLogits<LogSoftmaxBackward>("log_softmax_bwd", stream, call, *call.x, *call.dy);
 }

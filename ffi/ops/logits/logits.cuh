@@ -156,11 +156,22 @@ struct LogitsOp {
   __host__ __device__ int Inputs() const { return kInputs; }
 };
 
+// ParseLogits for the kernels, which count from a query to its keys in 32 bits.
+inline Error ParseLogitsOnDevice(const char* handler, bool backward, const LogitsAttributes& attributes,
+                                 const ffi::RemainingArgs& args, const ffi::RemainingRets& results, LogitsCall* call) {
+  JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, backward, attributes, args, results, call));
+  if (!call->causal) return Error::Success();
+  const auto dims = call->x->dimensions();
+  if (std::max(dims[attributes.query_axis], dims[attributes.key_axis]) < std::numeric_limits<int>::max())
+    return Error::Success();
+  return Invalid(handler, "causal with 2^31 - 1 or more queries or keys");
+}
+
 template <template <Given, class, class> class Op>
 Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
   LogitsCall call;
-  JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, false, attributes, args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice(handler, false, attributes, args, results, &call));
   JAXOPS_RETURN_IF_ERROR(
       rows::CheckAlignment(handler, {call.x, call.scale, call.bias, call.where, call.y, call.max, call.total}));
   return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
@@ -184,6 +195,7 @@ Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall&
   return VisitPair(handler, first.element_type(), second.element_type(), [&]<class T, class U> {
     if (call.sums.count) {
       const rows::SumResults<Accumulator<T>> sums(call.sums, call.shape, true, false);
+      if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
       cudaError_t status = cudaSuccess;
       if (!rows::LaunchRowSums<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape, sums, &status)) {
         return Invalid(handler, "no kernel sums the bias gradient over rows of this length");

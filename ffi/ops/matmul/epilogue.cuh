@@ -11,7 +11,8 @@
 namespace jaxops::matmul {
 
 // How exactly activations are computed: to a few units in the last place of an f32, or, for results of 16 bits, with
-// relative errors of about 2^-22 max(1, |log2 of the result|) and no results below 2^-126.
+// relative errors of about 2^-22 max(1, |log2 of the result|) and no results below 2^-126. See Divide for where both
+// give 0.
 enum class Accuracy { kFull, kNarrow };
 template <class U>
 inline constexpr Accuracy kAccuracyFor = sizeof(U) == 2 ? Accuracy::kNarrow : Accuracy::kFull;
@@ -30,7 +31,7 @@ __device__ float Exp(float x) {
   const float rest = fmaf(x, kLow, fmaf(x, kLog2E, -t)), power = exp2f(t);
   return isinf(power) || power == 0 ? power : fmaf(power, rest * kLn2, power);
 }
-// Within 2 units in the last place of a / b; b is 1 or more.
+// Within 2 units in the last place of a / b for 1 <= b <= 2^126; 0 for larger b: silu(-88) is 0 instead of -5e-37.
 template <Accuracy kAccuracy = Accuracy::kFull>
 __device__ float Divide(float a, float b) {
   if constexpr (kAccuracy == Accuracy::kNarrow) {

@@ -141,14 +141,18 @@ Error EpilogueBwd(Device stream, ffi::RemainingArgs arguments, ffi::RemainingRet
   } else {
     a.chunks = std::max<int64_t>(1, std::min<int64_t>(shape[1] / 32, 4096));
   }
+  const bool empty = dy->element_count() == 0;
   using Elements = Types<float, __half, __nv_bfloat16>;
   const DataType type = dy->element_type();
   JAXOPS_RETURN_IF_ERROR(First(
       Elements{}, Invalid(kHandler, "no kernel for this element type"), [=]<class T> { return type == kDataType<T>; },
-      [&]<class T> { return FromCuda(kHandler, LaunchEpilogueBackward<T>(stream, a, shape[0])); }));
+      [&]<class T> {
+        return empty ? Error::Success() : FromCuda(kHandler, LaunchEpilogueBackward<T>(stream, a, shape[0]));
+      }));
   if (!has_dbias) return Error::Success();
-  return FromCuda(kHandler, rows::LaunchAddChunks(stream, rows::Layouts<1>(rows, 1, 0), 0,
-                                                  rows::SumResults<float>(summed, rows, true, false)));
+  const rows::SumResults<float> targets(summed, rows, true, false);
+  return FromCuda(kHandler, empty ? rows::ClearSums(stream, targets, rows)
+                                  : rows::LaunchAddChunks(stream, rows::Layouts<1>(rows, 1, 0), 0, targets));
 }
 
 }  // namespace

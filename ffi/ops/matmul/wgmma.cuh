@@ -20,6 +20,10 @@
 #include "ops/matmul/wgmma_store.cuh"
 #include "ops/matmul/wgmma_work.cuh"
 
+#if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "wgmma needs sm_90a: for sm_90 WgmmaMatmul would be empty, and launched on Hopper all the same"
+#endif
+
 namespace jaxops::matmul {
 
 // The place in the ring: stages come round, and with each round the parity of their barriers' phase changes.

@@ -294,6 +294,7 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
           .dx = Data<T>(*call.dx),
       };
       const rows::SumResults<A> sums(call.sums, call.shape, has_dscale, has_dbias);
+      if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
       cudaError_t status = cudaSuccess;
       if constexpr (!kWhere) {
         const bool looped =

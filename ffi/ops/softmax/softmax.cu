@@ -90,7 +90,7 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
   const LogitsAttributes attributes = {axes,      query_axis,        key_axis, has_scale, has_bias,
                                        has_where, /*has_max=*/false, masked,   has_dbias};
   LogitsCall call;
-  JAXOPS_RETURN_IF_ERROR(ParseLogits("softmax_bwd", true, attributes, args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice("softmax_bwd", true, attributes, args, results, &call));
   if (has_bias || has_where) return Invalid("softmax_bwd", "takes neither bias nor where");
   JAXOPS_RETURN_IF_ERROR(CheckType("softmax_bwd", "dy", *call.dy, call.x->element_type()));
   return BackwardLogits<SoftmaxBackward>("softmax_bwd", stream, call, *call.x, *call.y);
