@@ -30,6 +30,12 @@ inline constexpr int64_t kPack = 16;
 
 JAXOPS_INLINE int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// keep ? value : other, both evaluated: a loop in which a load depends on a condition is not vectorised.
+template <class A>
+JAXOPS_INLINE A Select(bool keep, A value, A other) {
+  return keep ? value : other;
+}
+
 namespace math_internal {
 
 template <class A>
@@ -78,11 +84,29 @@ JAXOPS_INLINE T FoldVector(const typename Vector<T, kWidth>::Type& values) {
     return FoldVector<kMax, kHalf, T>(low);
   }
 }
+// The same of an array's values, first joined in vectors of 32 bytes. Those are read through pointers: of memcpy GCC
+// makes a copy by 16 bytes, and the vectors wait for both halves to be written.
+template <bool kMax, int64_t kWidth, class T>
+JAXOPS_INLINE void JoinHalves(const T* values, typename Vector<T, 32 / sizeof(T)>::Type& joined) {
+  typedef T Unaligned __attribute__((vector_size(32), aligned(alignof(T)), may_alias));
+  if constexpr (kWidth * sizeof(T) == 32) {
+    joined = *reinterpret_cast<const Unaligned*>(values);
+  } else {
+    typename Vector<T, 32 / sizeof(T)>::Type upper;
+    JoinHalves<kMax, kWidth / 2>(values, joined);
+    JoinHalves<kMax, kWidth / 2>(values + kWidth / 2, upper);
+    if constexpr (kMax) {
+      joined = joined > upper ? joined : upper;
+    } else {
+      joined += upper;
+    }
+  }
+}
 template <bool kMax, int64_t kWidth, class T>
 JAXOPS_INLINE T Fold(const T* values) {
-  typename Vector<T, kWidth>::Type all;
-  std::memcpy(&all, values, sizeof(all));
-  return FoldVector<kMax, kWidth, T>(all);
+  typename Vector<T, 32 / sizeof(T)>::Type joined;
+  JoinHalves<kMax, kWidth>(values, joined);
+  return FoldVector<kMax, 32 / sizeof(T), T>(joined);
 }
 
 }  // namespace math_internal
@@ -146,9 +170,7 @@ struct RowLoop {
       const auto join = [&](int64_t w, A value) { max[w] = larger(value, max[w]); };
       ForEachLane<4>(element, larger, join);
       if (BeforeLast() < columns) {
-        A last[kPack];
-        TakeLast(element, last);
-        JoinLast(element, last, join, kLowest);
+        JoinLast(element, [&](int64_t w) { return element(columns - kPack + w); }, join, kLowest);
       }
       result[row] = math_internal::Fold<true, kLanes>(max);
     }
@@ -175,7 +197,7 @@ struct RowLoop {
   }
 
  private:
-  static constexpr int64_t kLanes = std::is_same_v<A, double> ? 2 * kPack : kPack;
+  static constexpr int64_t kLanes = std::is_same_v<A, double> ? 2 * kPack : kPack, kHalf = kPack / 2;
 
   // The columns before the last two packs where these overlap, else all.
   JAXOPS_INLINE int64_t BeforeLast() const { return columns % kPack == 0 ? columns : columns / kPack * kPack - kPack; }
@@ -194,20 +216,29 @@ struct RowLoop {
       if (columns < kPack) {
         if constexpr (kStore) MapFew(element, to);
         double total = 0, excess = 0;
-        for (int64_t i = 0; i < columns; ++i) math_internal::Add<A>(kStore ? to[i] : element(i), total, excess);
+        if (kStore || columns < kHalf) {
+          for (int64_t i = 0; i < columns; ++i) math_internal::Add<A>(kStore ? to[i] : element(i), total, excess);
+        } else {
+          total = SumHalves(element);
+        }
         result[row] = static_cast<A>(total);
         continue;
       }
-      double total[kLanes] = {}, excess[kLanes] = {};
+      double total[kLanes], excess[kLanes] = {};
+      for (double& value : total) value = -0.0;  // -0 + x is x; all bits 0 would be written by a slow instruction
       const auto join = [&](int64_t w, A value) { math_internal::Add<A>(value, total[w], excess[w]); };
       // Floats are added in fours, or in pairs, before: it costs less than to convert each.
       constexpr int kTogether = std::is_same_v<A, double> ? 1 : kStore ? 2 : 4;
       ForEachLane<kTogether>(stored, [](A a, A b) { return a + b; }, join);
       if (BeforeLast() < columns) {
-        A last[kPack];
-        TakeLast(element, last);
-        JoinLast(stored, last, join, A{0});
-        if constexpr (kStore) StoreLast(last, to);
+        if constexpr (kStore) {
+          A last[kPack];
+          TakeLast(element, last);
+          JoinLast(stored, [&](int64_t w) { return last[w]; }, join, A{0});
+          StoreLast(last, to);
+        } else {
+          JoinLast(element, [&](int64_t w) { return element(columns - kPack + w); }, join, A{0});
+        }
       }
       result[row] = static_cast<A>(math_internal::Fold<false, kLanes>(total));
     }
@@ -217,7 +248,6 @@ struct RowLoop {
   // Rows of less than a pack: in halves of one, which overlap as packs do, or one by one.
   template <class F>
   JAXOPS_INLINE void MapFew(F element, A* to) const {
-    constexpr int64_t kHalf = kPack / 2;
     if (columns < kHalf) {
       for (int64_t i = 0; i < columns; ++i) to[i] = element(i);
       return;
@@ -228,6 +258,17 @@ struct RowLoop {
 #pragma omp simd
     for (int64_t w = 0; w < kHalf; ++w) to[w] = element(w);
     std::memcpy(to + columns - kHalf, last, sizeof(last));
+  }
+  template <class F>
+  JAXOPS_INLINE double SumHalves(F element) const {
+    const int overlap = static_cast<int>(kPack - columns);
+    double total[kHalf];
+#pragma omp simd
+    for (int w = 0; w < kHalf; ++w) {
+      total[w] = static_cast<double>(element(w));
+      total[w] += static_cast<double>(Select(w >= overlap, element(columns - kHalf + w), A{0}));
+    }
+    return math_internal::Fold<false, kHalf>(total);
   }
 
   // Calls join(lane, element) for the columns before the last two packs; kTogether elements as one, of
@@ -259,21 +300,21 @@ struct RowLoop {
     }
   }
 
-  // Where the last two packs overlap: the last, taken before anything of the other is stored; both joined; the last
-  // stored.
+  // Where the last two packs overlap. The last, which is taken before anything of the other is stored; both joined, the
+  // last as last(lane); the last stored.
   template <class F>
   JAXOPS_INLINE void TakeLast(F element, A (&last)[kPack]) const {
 #pragma omp simd
     for (int64_t w = 0; w < kPack; ++w) last[w] = element(columns - kPack + w);
   }
-  template <class F, class Join>
-  JAXOPS_INLINE void JoinLast(F element, const A (&last)[kPack], Join join, A neutral) const {
+  template <class F, class Last, class Join>
+  JAXOPS_INLINE void JoinLast(F element, Last last, Join join, A neutral) const {
     const int64_t begin = BeforeLast();
     const int overlap = static_cast<int>(2 * kPack - (columns - begin));
 #pragma omp simd
     for (int w = 0; w < kPack; ++w) {
       join(w, element(begin + w));
-      join(w, w < overlap ? neutral : last[w]);
+      join(w, Select(w >= overlap, last(w), neutral));
     }
   }
   JAXOPS_INLINE void StoreLast(const A (&last)[kPack], A* to) const {
@@ -492,9 +533,8 @@ JAXOPS_INLINE T FromFloat(A x) {
 template <>
 JAXOPS_INLINE BFloat16 FromFloat<BFloat16, float>(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-  const uint32_t quiet = bits >> 16 | 0x40u;
-  return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded)};
+  const uint32_t rounded = bits + 0x7fffu + (bits >> 16 & 1u), quiet = bits | 0x400000u;
+  return {static_cast<uint16_t>((x == x ? rounded : quiet) >> 16)};
 }
 template <>
 JAXOPS_INLINE Float16 FromFloat<Float16, float>(float x) {

@@ -245,7 +245,7 @@ class RowWalk {
         line_(shape.rows.sizes[shape.rows.count - 1]),
         steps_(shape.rows.strides[shape.rows.count - 1]),
         bundled_(steps_[kFull] == 1 && line_ >= kPack / 4),
-        together_(n_ > kShortColumns
+        together_(n_ > (steps_[kFull] == n_ ? kShortColumns : kCopiedColumns)
                       ? 1
                       : std::min({line_, RowLoop<A>::kMaxRows, kBlockElements / std::max<int64_t>(n_, 1)})) {
     for (size_t k = 0; k < kTensors; ++k) tensors_.push_back(k < kInputs ? inputs[k] : outputs[k - kInputs]);
@@ -297,7 +297,9 @@ class RowWalk {
   static constexpr size_t kTensors = kInputs + kOutputs;
   // A block's buffers stay in the nearest cache, a bundle's in the second.
   static constexpr int64_t kBlockElements = 2048, kBundleElements = 1 << 17;
-  static constexpr int64_t kShortColumns = 768;  // op bodies get rows of no more columns several at a time
+  // Op bodies get rows of no more columns several at a time; of fewer if they do not follow each other in memory, and
+  // have to be copied for it.
+  static constexpr int64_t kShortColumns = 768, kCopiedColumns = 128;
 
   // Of one task.
   struct State {

@@ -26,7 +26,7 @@ template <class Loop, class A, class Value>
 JAXOPS_INLINE void BackwardRow(const Loop& loop, const A* z, const Visible<A>& visible, const Value& max,
                                const Value& total, const A* dy, A* dz) {
   auto factor = visible.all() ? loop.Sum([&](int64_t i, int64_t) { return dy[i]; })
-                              : loop.Sum([&](int64_t i, int64_t) { return visible(i) ? dy[i] : A{0}; });
+                              : loop.Sum([&](int64_t i, int64_t) { return Select(visible(i), dy[i], A{0}); });
   for (int64_t w = 0; w < loop.rows; ++w) factor[w] /= total[w];
   loop.Map(dz, [&](int64_t i, int64_t w) { return dy[i] - Exp(z[i] - max[w]) * factor[w]; });
   FillMasked(loop, visible, A{0}, dz);

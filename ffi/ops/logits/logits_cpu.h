@@ -24,7 +24,7 @@ struct Visible {
 template <class Loop, class A>
 JAXOPS_INLINE void FillMasked(const Loop& loop, const Visible<A>& visible, A value, A* target) {
   if (visible.all()) return;
-  loop.Map(target, [=](int64_t i, int64_t) { return visible(i) ? target[i] : value; });
+  loop.Map(target, [=](int64_t i, int64_t) { return Select(visible(i), target[i], value); });
 }
 
 // The scale of every row, 1 if there is none.

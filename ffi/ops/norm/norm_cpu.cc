@@ -23,15 +23,17 @@ JAXOPS_INLINE void ForwardRow(const Loop& loop, bool centred, const A* x, const 
   for (int64_t w = 0; w < loop.rows; ++w) mean[w] = 0, count[w] = static_cast<A>(loop.columns);
   if (where) {
     count = loop.Sum([&](int64_t i, int64_t) { return where[i]; });
-    mean = loop.Sum([&](int64_t i, int64_t) { return where[i] != 0 ? x[i] : A{0}; });
+    mean = loop.Sum([&](int64_t i, int64_t) { return Select(where[i] != 0, x[i], A{0}); });
   } else if (centred) {
     mean = loop.Sum([&](int64_t i, int64_t) { return x[i]; });
   }
   for (int64_t w = 0; w < loop.rows; ++w) mean[w] /= count[w];
-  const auto square = [&](int64_t i, int64_t w) { return (x[i] - mean[w]) * (x[i] - mean[w]); };
-  rstd = where ? loop.Sum([&](int64_t i, int64_t w) { return where[i] != 0 ? square(i, w) : A{0}; }) : loop.Sum(square);
+  const auto deviation = [&](int64_t i, int64_t w) { return centred ? x[i] - mean[w] : x[i]; };
+  const auto square = [&](int64_t i, int64_t w) { return deviation(i, w) * deviation(i, w); };
+  rstd = where ? loop.Sum([&](int64_t i, int64_t w) { return Select(where[i] != 0, square(i, w), A{0}); })
+               : loop.Sum(square);
   for (int64_t w = 0; w < loop.rows; ++w) rstd[w] = 1 / std::sqrt(rstd[w] / count[w] + epsilon);
-  const auto normalised = [&](int64_t i, int64_t w) { return (x[i] - mean[w]) * rstd[w]; };
+  const auto normalised = [&](int64_t i, int64_t w) { return deviation(i, w) * rstd[w]; };
   if (scale && bias) {
     loop.Map(y, [&](int64_t i, int64_t w) { return normalised(i, w) * scale[i] + bias[i]; });
   } else if (scale) {
@@ -50,7 +52,7 @@ JAXOPS_INLINE void ForwardRow(const Loop& loop, bool centred, const A* x, const 
 template <class Loop, class A, class Value, class G>
 JAXOPS_INLINE void BackwardRow(const Loop& loop, bool centred, const A* x, const G& g, const A* where, const A* dy,
                                const A* dsum, const Value& mean, const Value& rstd, A* dx, A* dscale, A* dbias) {
-  const auto normalised = [&](int64_t i, int64_t w) { return (x[i] - mean[w]) * rstd[w]; };
+  const auto normalised = [&](int64_t i, int64_t w) { return (centred ? x[i] - mean[w] : x[i]) * rstd[w]; };
   Value mean_g, mean_gx, count;
   for (int64_t w = 0; w < loop.rows; ++w) mean_g[w] = 0, count[w] = static_cast<A>(loop.columns);
   if (centred) mean_g = loop.Sum(g);
@@ -61,7 +63,7 @@ JAXOPS_INLINE void BackwardRow(const Loop& loop, bool centred, const A* x, const
   if (dbias) loop.AddColumns([&](int64_t i, int64_t) { return dy[i]; }, dbias);
   const auto shared = [&](int64_t i, int64_t w) { return mean_g[w] + normalised(i, w) * mean_gx[w]; };
   if (where) {
-    loop.Map(dx, [&](int64_t i, int64_t w) { return rstd[w] * (g(i, w) - (where[i] != 0 ? shared(i, w) : A{0})); });
+    loop.Map(dx, [&](int64_t i, int64_t w) { return rstd[w] * (g(i, w) - Select(where[i] != 0, shared(i, w), A{0})); });
   } else {
     loop.Map(dx, [&](int64_t i, int64_t w) { return rstd[w] * (g(i, w) - shared(i, w)); });
   }

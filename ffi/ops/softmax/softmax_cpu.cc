@@ -20,8 +20,8 @@ JAXOPS_INLINE void ForwardRow(const Loop& loop, const A* z, const Visible<A>& vi
 template <class Loop, class A>
 JAXOPS_INLINE void BackwardRow(bool masked, const Loop& loop, const A* y, const A* dy, A* dz) {
   if (masked) {
-    const auto dot = loop.Sum([&](int64_t i, int64_t) { return y[i] == 0 ? A{0} : y[i] * dy[i]; });
-    loop.Map(dz, [&](int64_t i, int64_t w) { return y[i] == 0 ? A{0} : y[i] * (dy[i] - dot[w]); });
+    const auto dot = loop.Sum([&](int64_t i, int64_t) { return Select(y[i] != 0, y[i] * dy[i], A{0}); });
+    loop.Map(dz, [&](int64_t i, int64_t w) { return Select(y[i] != 0, y[i] * (dy[i] - dot[w]), A{0}); });
   } else {
     const auto dot = loop.Sum([&](int64_t i, int64_t) { return y[i] * dy[i]; });
     loop.Map(dz, [&](int64_t i, int64_t w) { return y[i] * (dy[i] - dot[w]); });
