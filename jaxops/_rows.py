@@ -310,14 +310,21 @@ class RowKernel(Kernel):
         rows = f"{x.size // max(columns, 1)} rows of {columns} {lie}"
         return f"{rows}; {super().explain(x, *operands, axes=axes, **params)}"
 
-    def call_target(self, *operands, axes, kept, has, dtype, **attributes) -> list[jax.Array]:
-        rank = operands[0].ndim
-        if max(len(axes), rank - len(axes)) > MAX_AXES:
-            warn_fallback(f"{self.name} of rank {rank}", f"the kernels take up to {MAX_AXES} axes of a kind")
-            return self.plain(*operands, axes=axes, kept=kept, has=has, dtype=dtype, **attributes)
-        columns = math.prod(operands[0].shape[a] for a in axes)
+    def _beyond_limits(self, x, axes) -> tuple[str, str] | None:
+        """What the handlers do not take, and why, as `warn_fallback` takes them."""
+        if max(len(axes), x.ndim - len(axes)) > MAX_AXES:
+            return f"{self.name} of rank {x.ndim}", f"the kernels take up to {MAX_AXES} axes of a kind"
+        columns = math.prod(x.shape[a] for a in axes)
         if isinstance(columns, int) and columns > MAX_COLUMNS:
-            warn_fallback(f"{self.name} of {columns} columns", f"the kernels take rows of up to {MAX_COLUMNS} elements")
+            return f"{self.name} of {columns} columns", f"the kernels take rows of up to {MAX_COLUMNS} elements"
+        return None
+
+    def is_chosen(self, x, *operands, axes, **params) -> bool:
+        return self._beyond_limits(x, axes) is None
+
+    def call_target(self, *operands, axes, kept, has, dtype, **attributes) -> list[jax.Array]:
+        if (beyond := self._beyond_limits(operands[0], axes)) is not None:
+            warn_fallback(*beyond)
             return self.plain(*operands, axes=axes, kept=kept, has=has, dtype=dtype, **attributes)
         wanted, given = has, [slot.name for slot in self.results if slot.given]
         has = (*(name for name in has if name not in given), *given)

@@ -107,3 +107,10 @@ def test_only_functions():
 def test_parameters_of_zero_are_shown():
     found = jaxops.explain(lambda x: jaxops.rms_norm(x, epsilon=0.0), X)
     assert "epsilon=0.0" in found.calls[0].detail
+
+
+def test_calls_beyond_the_limits_run_on_xla():
+    """Arrays of many axes, and of few."""
+    for rank, wanted in ((14, "XLA"), (13, "jaxops")):
+        (call,) = jaxops.explain(jaxops.softmax, jax.ShapeDtypeStruct((2,) * rank, jnp.float32), platform="cpu").calls
+        assert call.runs_on == wanted
