@@ -389,28 +389,28 @@ def test_other_dot_algorithms_run_on_xla(name, rng, fallback):
 @pytest.mark.parametrize("preset", [p for p in lax.DotAlgorithmPreset if "F64" not in p.name], ids=lambda p: p.name)
 def test_every_dot_algorithm_is_taken_where_xla_takes_it(preset, rng):
     """By name, as an enum and from the configuration, for values and gradients."""
+    general = functools.partial(jaxops.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+    configured = preset.name if preset.name != "DEFAULT" else "default"
+
+    def gradients(function, a, b, **options):
+        return jax.grad(lambda a, b: function(a, b, **options).astype(np.float32).sum(), (0, 1))(a, b)
+
+    @jax.jit
+    def ours(a, b):
+        with jax.default_matmul_precision(configured):
+            found = [gradients(jaxops.matmul, a, b)]
+        return found + [
+            gradients(f, a, b, precision=p) for f in (jaxops.matmul, general) for p in (preset, preset.name)
+        ]
+
     for dtype in ("float32", "bfloat16", "float16"):
         a, b = normal(rng, (6, 40), dtype), normal(rng, (40, 7), dtype)
-
-        def gradients(function, a, b, **options):
-            return jax.grad(lambda a, b: function(a, b, **options).astype(np.float32).sum(), (0, 1))(a, b)
-
         try:
-            wanted = gradients(jnp.matmul, a, b, precision=preset)
+            wanted = jax.jit(functools.partial(gradients, jnp.matmul, precision=preset))(a, b)
         except Exception:  # XLA does not have it for these operands on this device
             continue
-        with jax.default_matmul_precision(preset.name if preset.name != "DEFAULT" else "default"):
-            configured = gradients(jaxops.matmul, a, b)
-        for got in (
-            gradients(jaxops.matmul, a, b, precision=preset),
-            gradients(jaxops.matmul, a, b, precision=preset.name),
-            gradients(
-                lambda a, b, **o: jaxops.dot_general(a, b, (((1,), (0,)), ((), ())), **o), a, b, precision=preset
-            ),
-            configured,
-        ):
-            for x, y in zip(got, wanted, strict=True):
-                np.testing.assert_allclose(wide(x), wide(y), rtol=0.02, atol=0.05)
+        for x, y in itertools.chain.from_iterable(zip(got, wanted, strict=True) for got in ours(a, b)):
+            np.testing.assert_allclose(wide(x), wide(y), rtol=0.02, atol=0.05)
 
 
 def test_out_sharding_runs_on_xla(rng, fallback):
