@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxops
+from jaxops import _kernel
 
 # Of tools/variant.sh: where the package under test is.
 if not jaxops.__file__.startswith(os.environ.get("JAXOPS_SITE", "")):
@@ -33,6 +34,14 @@ def full_precision():
     """f32 in full precision unless a test says otherwise: the default on a GPU is TF32, there and in the reference."""
     with jax.default_matmul_precision("highest"):
         yield
+
+
+@pytest.fixture
+def fallback(monkeypatch):
+    """The fallback warnings, which are given again, and expected."""
+    monkeypatch.setattr(_kernel, "_said", set())
+    with pytest.warns(jaxops.FallbackWarning) as caught:
+        yield caught
 
 
 @pytest.fixture(scope="session")

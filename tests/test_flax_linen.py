@@ -10,25 +10,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-import jaxops
-from jaxops import _kernel
 from jaxops.flax import linen
 
+pytestmark = pytest.mark.usefixtures("full_precision")
+
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """The reference's products in full precision on every device."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture
-def fallback(monkeypatch):
-    monkeypatch.setattr(_kernel, "_said", set())
-    with pytest.warns(jaxops.FallbackWarning) as caught:
-        yield caught
 
 
 def compare(rng, ours, theirs, *arguments, launches=1, rounding=None, ulp=8, rngs=KEYS, **options):

@@ -10,23 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxops
-from jaxops import _kernel
 from jaxops.flax import nnx as fast
 
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """The reference's products in full precision on every device."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture
-def fallback(monkeypatch):
-    monkeypatch.setattr(_kernel, "_said", set())
-    with pytest.warns(jaxops.FallbackWarning) as caught:
-        yield caught
+pytestmark = pytest.mark.usefixtures("full_precision")
 
 
 def compare(rng, name, *arguments, launches=1, rounding=None, ulp=8, call=None, **options):

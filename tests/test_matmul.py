@@ -15,7 +15,6 @@ from jax import lax
 from row_cases import assert_matches, coarsest
 
 import jaxops
-from jaxops import _kernel
 from jaxops._comparison import value_and_gradients
 from jaxops.ops import _matmul_kernel
 
@@ -23,14 +22,6 @@ pytestmark = pytest.mark.usefixtures("full_precision")
 
 #: The relative rounding error of TF32 operands, truncated as the tensor cores do.
 TF32 = 2**-10
-
-
-@pytest.fixture
-def fallback(monkeypatch):
-    """Fallback warnings are given again, and expected."""
-    monkeypatch.setattr(_kernel, "_said", set())
-    with pytest.warns(jaxops.FallbackWarning):
-        yield
 
 
 def wide(x):

@@ -17,14 +17,9 @@ import jaxops
 from jaxops.flax import linen
 from jaxops.flax import nnx as fast
 
+pytestmark = pytest.mark.usefixtures("full_precision")
+
 KEY = jax.random.key(0)
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """The reference's products in full precision on every device."""
-    with jax.default_matmul_precision("highest"):
-        yield
 
 
 class Block(nn.Module):

@@ -11,6 +11,9 @@
 
 namespace jaxops {
 
+// Whether vectors and the copy engine can take what begins there. Null is aligned.
+inline bool IsAligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
 struct Grid {
   int64_t blocks;
   int threads;

@@ -312,8 +312,7 @@ bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
 // XLA aligns its buffers to 128 bytes or more; packs need 16.
 inline Error CheckAlignment(const char* handler, std::initializer_list<std::optional<AnyBuffer>> buffers) {
   for (const std::optional<AnyBuffer>& buffer : buffers) {
-    if (buffer && reinterpret_cast<uintptr_t>(buffer->untyped_data()) % 16)
-      return Invalid(handler, "a buffer is not 16-byte aligned");
+    if (buffer && !IsAligned(buffer->untyped_data())) return Invalid(handler, "a buffer is not 16-byte aligned");
   }
   return Error::Success();
 }

@@ -1,5 +1,5 @@
 // The CPU's row loop: brings rows, whatever their dtype, axes and strides, to an op body as adjacent floats (or
-// doubles), in one of two forms: single rows (RowLoop of core/math_cpu.h), or, where the elements of neighbouring rows
+// doubles), in one of two forms: single rows (RowLoop of rows/loops_cpu.h), or, where the elements of neighbouring rows
 // are adjacent in memory, bundles of rows side by side (BundleLoop). Op bodies are written once for both.
 #ifndef JAXOPS_ROWS_ROWS_CPU_H_
 #define JAXOPS_ROWS_ROWS_CPU_H_
@@ -18,6 +18,7 @@
 #include "core/math_cpu.h"
 #include "core/parallel_cpu.h"
 #include "core/row_shape.h"
+#include "rows/loops_cpu.h"
 
 namespace jaxops {
 

@@ -80,8 +80,7 @@ __global__ void __launch_bounds__(kThreads) EpilogueBackward(const __grid_consta
 template <class T>
 cudaError_t LaunchEpilogueBackward(Device stream, const EpilogueArguments& a, int64_t groups) {
   const auto blocks = [&](int pack) { return (a.columns + 32 * pack - 1) / (32 * pack) * a.chunks * groups; };
-  const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-  if (a.columns % kPackOf<T> == 0 && aligned(a.z) && aligned(a.dy) && aligned(a.dz))
+  if (a.columns % kPackOf<T> == 0 && IsAligned(a.z) && IsAligned(a.dy) && IsAligned(a.dz))
     return Launch(stream, EpilogueBackward<T, kPackOf<T>>, {blocks(kPackOf<T>), kThreads}, a);
   return Launch(stream, EpilogueBackward<T, 1>, {blocks(1), kThreads}, a);
 }

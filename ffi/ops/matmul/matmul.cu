@@ -208,7 +208,7 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
         std::pair(terms == 3, &results.unfit)}) {
     if (!present) continue;
     JAXOPS_RETURN_IF_ERROR(reader.Take(result));
-    if (reinterpret_cast<uintptr_t>((*result)->untyped_data()) % 16 && result != &results.preactivation)
+    if (!IsAligned((*result)->untyped_data()) && result != &results.preactivation)
       return Invalid(kHandler, "a workspace is not 16-byte aligned");
   }
   JAXOPS_RETURN_IF_ERROR(reader.End());
@@ -223,18 +223,17 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
                                               *out, results.preactivation ? &*results.preactivation : nullptr,
                                               lhs_transposed, rhs_transposed, activation, triangle, &problem));
   if (problem.m * problem.n * problem.batches == 0) return Error::Success();
-  const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
-  if (!aligned(problem.out)) return Invalid(kHandler, "out is not 16-byte aligned");
-  if (!aligned(problem.preactivation)) return Invalid(kHandler, "preactivation is not 16-byte aligned");
+  if (!IsAligned(problem.out)) return Invalid(kHandler, "out is not 16-byte aligned");
+  if (!IsAligned(problem.preactivation)) return Invalid(kHandler, "preactivation is not 16-byte aligned");
   if (problem.k > 0) {
-    const int64_t depth_bytes = problem.k * (is_8bit(lhs_type) ? 1 : lhs_type == DataType::F32 ? 4 : 2);
+    const int64_t depth_bytes = problem.k * static_cast<int64_t>(ffi::ByteWidth(lhs_type));
     if (splits > (depth_bytes + hopper::kBoxRowBytes - 1) / hopper::kBoxRowBytes)
       return Invalid(kHandler, "k is split in more parts than it has tiles");
     JAXOPS_RETURN_IF_ERROR(CheckWorkspaces(lhs, rhs, problem, choice, results));
   }
   // A slice of a larger array may begin anywhere; the copy engine takes aligned ones alone.
-  const auto fits = [=](const AnyBuffer& operand, int32_t copy) {
-    return copy != 0 || aligned(operand.untyped_data());
+  const auto fits = [](const AnyBuffer& operand, int32_t copy) {
+    return copy != 0 || IsAligned(operand.untyped_data());
   };
   if (tile_rows == 0 || problem.k == 0 || !fits(lhs, lhs_copy) || !fits(rhs, rhs_copy) ||
       CompiledCapability() != kHopper)

@@ -186,9 +186,8 @@ cudaError_t LaunchMmaAligned(cudaStream_t stream, const Problem& p) {
 
 template <class T, class U>
 cudaError_t LaunchMma(cudaStream_t stream, const Problem& p) {
-  const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   // A multiple of 8 elements between rows also keeps every matrix of a batch aligned.
-  const bool chunks = p.lhs_stride() % 8 == 0 && p.rhs_stride() % 8 == 0 && aligned(p.lhs) && aligned(p.rhs);
+  const bool chunks = p.lhs_stride() % 8 == 0 && p.rhs_stride() % 8 == 0 && IsAligned(p.lhs) && IsAligned(p.rhs);
   return chunks ? LaunchMmaAligned<T, U, true>(stream, p) : LaunchMmaAligned<T, U, false>(stream, p);
 }
 

@@ -75,8 +75,6 @@ hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space,
           along_depth ? tile : static_cast<int>(hopper::kBoxRowBytes / sizeof(T))};
 }
 
-inline bool IsAligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
 template <class Tile, class P>
   requires(Tile::kWhole || P::kLhs == Major::kDepth)
 cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {

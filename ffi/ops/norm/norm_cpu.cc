@@ -21,11 +21,10 @@ JAXOPS_INLINE void ForwardRow(const Loop& loop, bool centred, const A* x, const 
                               A epsilon, A* y, Value* mean_out, Value* rstd_out) {
   Value mean, rstd, count;
   for (int64_t w = 0; w < loop.rows; ++w) mean[w] = 0, count[w] = static_cast<A>(loop.columns);
-  if (where) {
-    count = loop.Sum([&](int64_t i, int64_t) { return where[i]; });
-    mean = loop.Sum([&](int64_t i, int64_t) { return Select(where[i] != 0, x[i], A{0}); });
-  } else if (centred) {
-    mean = loop.Sum([&](int64_t i, int64_t) { return x[i]; });
+  if (where) count = loop.Sum([&](int64_t i, int64_t) { return where[i]; });
+  if (centred) {
+    mean = where ? loop.Sum([&](int64_t i, int64_t) { return Select(where[i] != 0, x[i], A{0}); })
+                 : loop.Sum([&](int64_t i, int64_t) { return x[i]; });
   }
   for (int64_t w = 0; w < loop.rows; ++w) mean[w] /= count[w];
   const auto deviation = [&](int64_t i, int64_t w) { return centred ? x[i] - mean[w] : x[i]; };
