@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <iterator>
 #include <limits>
+#include <type_traits>
 
 #include "rows/instructions.cuh"
 #include "rows/math.cuh"
@@ -95,6 +96,33 @@ __device__ void JoinWarp(Values<A, kCount> (&rows)[kRows]) {
   }
 }
 
+// The join of several values in each of kLanes lanes of a warp, known to all of them.
+template <class J, int kLanes, class A, int kCount, int kMany>
+__device__ Values<A, kCount> JoinMany(const Values<A, kCount> (&many)[kMany]) {
+  Values<A, kCount> all[1] = {many[0]};
+#pragma unroll
+  for (int k = 1; k < kMany; ++k) all[0] = J::Join(all[0], many[k]);
+  JoinWarp<WarpLanes<kLanes, 1>, J>(all);
+  return all[0];
+}
+// Half of the instructions that joins two by two would take.
+template <class J, int kLanes, class A, int kMany>
+  requires(std::is_same_v<J, CountMeanSquares>)
+__device__ Values<A, 3> JoinMany(const Values<A, 3> (&many)[kMany]) {
+  Values<A, 2> totals[kMany];
+#pragma unroll
+  for (int k = 0; k < kMany; ++k) totals[k] = {many[k].v[0], many[k].v[0] * many[k].v[1]};
+  const Values<A, 2> total = JoinMany<EachBy<Sum>, kLanes>(totals);
+  const A mean = total.v[1] * Reciprocal(total.v[0]);
+  Values<A, 1> squares[kMany];
+#pragma unroll
+  for (int k = 0; k < kMany; ++k) {
+    const A distance = many[k].v[1] - mean;
+    squares[k].v[0] = many[k].v[2] + many[k].v[0] * distance * distance;
+  }
+  return {total.v[0], mean, JoinMany<EachBy<Sum>, kLanes>(squares).v[0]};
+}
+
 // Joins over all threads that share a row. Two sets of slots take turns, so that one barrier a join is enough: nobody
 // can reach the set's next use before all have passed the barrier of the other set.
 template <class P>
@@ -108,7 +136,7 @@ class Exchange {
     if constexpr (P::kCluster > 1) {
       static_assert(P::kWarps > 1);
       if (threadIdx.x == 0)
-        for (int turn = 0; turn < 2; ++turn) InitByteBarrier(Barriers() + turn);
+        for (int k = 0; k < kBarriers; ++k) InitByteBarrier(Barriers() + k);
       ClusterArrive();  // this block runs: its shared memory may be written
     }
   }
@@ -154,7 +182,64 @@ class Exchange {
     }
   }
 
+  // The join over the threads of one row in two steps, with other work between them: Post sends what each warp has to
+  // all blocks of the cluster, or to its own block's first warp, which sends the block's on; Collect takes what all
+  // have sent. Who posts a row has collected the one before it, so all warps had posted that, and collected the one
+  // before that one: two sets of slots are enough here too.
+  template <class J, class V>
+  __device__ void Post(V value) {
+    if (first_) ClusterWait();
+    first_ = false;
+    turn_ ^= 1;
+    uint64_t* const barrier = Barriers() + turn_;
+    if constexpr (!kDirect<J>) {
+      uint64_t* const own = barrier + 2;
+      auto& slots = WarpMail<V>()[turn_];
+      if (lane_ == 0) SendToBlock(Letter<V>{value}, &slots[warp_], own, ClusterRank());
+      if (warp_ != 0) return;
+      if (lane_ == 0) ExpectBytes(own, sizeof(slots));
+      WaitForBytes(own, parities_ >> turn_ & 1);
+      value = JoinMany<J, P::kWarps>({slots[lane_ % P::kWarps].value});
+    }
+    auto& slots = Mail<J, V>()[turn_];
+    if (threadIdx.x == 0) ExpectBytes(barrier, sizeof(slots));
+    Letter<V>* const slot = &slots[kDirect<J> ? ClusterRank() * P::kWarps + warp_ : ClusterRank()];
+    if (lane_ < P::kCluster) SendToBlock(Letter<V>{value}, slot, barrier, lane_);
+  }
+  template <class J, class V>
+  __device__ V Collect() {
+    auto& slots = Mail<J, V>()[turn_];
+    constexpr int kParts = sizeof(slots) / sizeof(slots[0]), kReaders = kParts < 32 ? kParts : 32;
+    static_assert(P::kWarpLanes == 32 && P::kTeams == 1 && kParts % kReaders == 0);
+    WaitForBytes(Barriers() + turn_, parities_ >> turn_ & 1);
+    parities_ ^= 1u << turn_;
+    V parts[kParts / kReaders];
+#pragma unroll
+    for (int k = 0; k < kParts / kReaders; ++k) parts[k] = slots[k * kReaders + lane_ % kReaders].value;
+    return JoinMany<J, kReaders>(parts);
+  }
+
  private:
+  // By way of the first warp there is less to send and to join, directly one join less to wait for: those of moments
+  // take long.
+  template <class J>
+  static constexpr bool kDirect = std::is_same_v<J, CountMeanSquares>;
+  // Sent as one vector.
+  template <class V>
+  struct alignas(sizeof(V) > 8 ? 16 : sizeof(V)) Letter {
+    V value;
+  };
+  template <class V>
+  static __device__ auto& WarpMail() {
+    __shared__ Letter<V> mail[2][P::kWarps];
+    return mail;
+  }
+  template <class J, class V>
+  static __device__ auto& Mail() {
+    __shared__ Letter<V> mail[2][P::kCluster * (kDirect<J> ? P::kWarps : 1)];
+    return mail;
+  }
+
   template <class V, int kRows, int kMore>
   static __device__ void Copy(V (&to)[kRows], const V (&from)[kMore]) {
 #pragma unroll
@@ -244,9 +329,11 @@ class Exchange {
     JoinWarp<WarpLanes<kReaders, P::kStep>, J>(rows);
   }
 
-  // Of each set of slots: counts the bytes from the other blocks.
+  // They count bytes: those sent to each of two sets of slots by all blocks of the cluster, and by the block's own
+  // warps.
+  static constexpr int kBarriers = P::kAhead ? 4 : 2;
   static __device__ uint64_t* Barriers() {
-    __shared__ uint64_t barriers[2];
+    __shared__ uint64_t barriers[kBarriers];
     return barriers;
   }
 

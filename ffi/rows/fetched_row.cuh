@@ -12,11 +12,13 @@
 namespace jaxops::rows {
 
 // A placement whose rows are fetched kStages - 1 ahead. kShared: parameters are kept in shared memory, not in
-// registers. kKept: the row's packs are.
+// registers. kKept: the row's packs are. kAhead: the next row is begun before the present one is finished, which is
+// where blocks share a row and there is a stage for it.
 template <class P, int kStages_, bool kShared_ = false, bool kKept_ = !kShared_ && P::kRows == 1 && P::kPacks <= 4>
 struct Looped : P {
   static constexpr int kStages = kStages_;
   static constexpr bool kShared = kShared_, kKept = kKept_;
+  static constexpr bool kAhead = P::kCluster > 1 && kStages > 2;
 };
 
 // A row whose packs have been fetched into shared memory: [input][stage][pack][thread], 16 bytes each; behind them the
@@ -28,6 +30,9 @@ class FetchedRow : public Base {
   using A = typename Base::A;
   static constexpr int kV = Base::kV;
   static constexpr bool kFetches = kV > 1;
+  // Packs beyond the columns: zeros are copied each time, which takes no branches, or stay from the beginning.
+  // TUNING.md has which is faster.
+  static constexpr bool kFetchesZeros = Base::kPadded && P::kAhead;
   static constexpr int kVectorStride = P::kThreads * 16;
   static constexpr int kStageStride = Base::kHeldPacks * kVectorStride;
   static constexpr int kInputStride = P::kStages * kStageStride;
@@ -44,7 +49,7 @@ class FetchedRow : public Base {
     asm volatile("" : "+r"(slots_));  // opaque: else it would be computed anew for each use
     stage_ = slots_;
     parameters_ = slots_ + inputs * kInputStride;
-    if constexpr (Base::kPadded) {  // nothing is fetched for packs beyond the columns: they stay zero
+    if constexpr (Base::kPadded && !kFetchesZeros) {
       this->ForEachPack([&](int pack, int column) {
         if (column < this->columns()) return;
         for (int k = 0; k < P::kStages * inputs; ++k)
@@ -73,8 +78,9 @@ class FetchedRow : public Base {
   template <int kInput, class T>
   __device__ void Fetch(const T* tensor) const {
     if constexpr (kFetches) {
-      this->ForEachPackBefore(min(this->columns(), this->limit_), [&](int pack, int column) {
-        constexpr int kBytes = sizeof(T) * kV;
+      constexpr int kBytes = sizeof(T) * kV;
+      const int end = min(this->columns(), this->limit_);
+      const auto fetch = [&](int pack, int column) {
         const int64_t offset = this->Offset(0, pack, column);
         int bytes = kBytes;
         if constexpr (Base::kShifted) {  // the tensor may end within the last row's last pack
@@ -82,8 +88,14 @@ class FetchedRow : public Base {
           bytes = left < kBytes ? static_cast<int>(left) : kBytes;
         }
         if (Base::kPadded && !this->live(pack)) bytes = 0;
+        if (kFetchesZeros && column >= end) bytes = 0;
         CopyAsync<kBytes>(stage_ + kInput * kInputStride + pack * kVectorStride, tensor + offset, bytes);
-      });
+      };
+      if constexpr (kFetchesZeros) {
+        this->ForEachPack(fetch);
+      } else {
+        this->ForEachPackBefore(end, fetch);
+      }
     }
   }
 

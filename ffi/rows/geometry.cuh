@@ -22,6 +22,7 @@ struct Along {
   static constexpr int kMinBlocks = kBlocks_;       // resident blocks that registers must allow
   static constexpr int kTeams = kThreads / kLanes;  // teams of a block, each with rows of its own
   static constexpr int kStep = 1;                   // between a row's lanes in a warp
+  static constexpr bool kAhead = false;             // see Looped
   static constexpr int kWarpLanes = kLanes < 32 ? kLanes : 32;
   static constexpr int kWarps = kLanes > 32 ? kLanes / 32 : 1;  // that share a row, in a block
   static_assert(kCluster == 1 || kTeams == 1);
@@ -37,6 +38,7 @@ struct Across {
   static constexpr int kMinBlocks = kBlocks_;
   static constexpr int kTeams = kWidth;
   static constexpr int kStep = kWidth;
+  static constexpr bool kAhead = false;
   static constexpr int kWarpLanes = 32 / kWidth;
   static constexpr int kWarps = kThreads / 32;
 };

@@ -71,11 +71,22 @@ __device__ void SendToBlock(const V& value, V* target, uint64_t* barrier, uint32
   uint32_t to, counter;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(SharedAddress(target)), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(SharedAddress(barrier)), "r"(rank));
-#pragma unroll
-  for (int w = 0; w < static_cast<int>(sizeof(V) / 4); ++w)
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to + 4 * w),
-                 "r"(reinterpret_cast<const uint32_t*>(&value)[w]), "r"(counter)
+  const uint32_t* const words = reinterpret_cast<const uint32_t*>(&value);
+  if constexpr (sizeof(V) == 16 && alignof(V) == 16) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(counter)
                  : "memory");
+  } else if constexpr (sizeof(V) == 8 && alignof(V) == 8) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "r"(words[0]), "r"(words[1]), "r"(counter)
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(sizeof(V) / 4); ++w)
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to + 4 * w),
+                   "r"(words[w]), "r"(counter)
+                   : "memory");
+  }
 #endif
 }
 

@@ -40,9 +40,12 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   using Packs::kRows;
   using Packs::kShifted;
   using Packs::kV;
-  using Packs::Packs;
   using Packs::Read;
   using Packs::Write;
+
+  explicit __device__ Row(const G& geometry) : Packs(geometry) {
+    if constexpr (kOneCount) count_ = CountColumns();
+  }
 
   // One value for each of the thread's rows: an expression.
   template <class B>
@@ -56,10 +59,6 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       }
     }
   };
-  struct Two {
-    PerRow<A> first, second;
-  };
-
   struct Nothing {
     __device__ void operator()(int, int) const {}
   };
@@ -266,69 +265,97 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       if (this->live_[P::kAcross ? 0 : r]) target[this->template RowOffset<kSlot>(r)] = values.value[r];
   }
 
-  // The join of an expression's values over each row, known to all its threads.
-  template <class M, class E>
-  __device__ PerRow<A> Reduce(const E& expression) {
-    Values<A, 1> values[kRows];
-    Fold<M>(values, Nothing{}, expression);
-    exchange_.template Join<EachBy<M>>(values);
-    return Component<0>(values);
-  }
-  // Both joins for one walk along the rows, which also calls visit(pack,
-  // column), and one exchange between the threads.
-  template <class M, class E, class F, class Visit = Nothing>
-  __device__ Two Reduce(const E& first, const F& second, const Visit& visit = {}) {
-    Values<A, 2> values[kRows];
-    Fold<M>(values, visit, first, second);
-    exchange_.template Join<EachBy<M>>(values);
-    return {Component<0>(values), Component<1>(values)};
-  }
-
-  struct MeanAndSquares {
-    PerRow<A> share, mean, squares;  // share: 1 / (how many values count)
+  // A thread's part of what is to be joined over each of its rows by J, or its warp's.
+  template <class J_, int kCount_, bool kOfWarp_>
+  struct Part {
+    using J = J_;
+    static constexpr int kCount = kCount_;
+    static constexpr bool kOfWarp = kOfWarp_;
+    Values<A, kCount> values[kRows];
+    template <int k>
+    __device__ PerRow<A> Component() const {
+      return Row::Component<k>(values);
+    }
   };
-  // The mean of the values and the sum of their squared deviations from it, for
-  // one exchange between warps: each warp takes deviations from a mean of its
-  // own. kWeighted: only values of weight 1 count, not those of weight 0.
+  // Of the joins of expressions' values, for one walk along the rows, which also calls visit(pack, column).
+  template <class M, class Visit, class... Es>
+  __device__ auto PartOfEach(const Visit& visit, const Es&... es) const {
+    Part<EachBy<M>, sizeof...(Es), false> part;
+    Fold<M>(part.values, visit, es...);
+    return part;
+  }
+  template <class M, class E>
+  __device__ auto PartOf(const E& expression) const {
+    return PartOfEach<M>(Nothing{}, expression);
+  }
+  // Of the count of the values, their mean and the sum of their squared deviations from it: each warp takes deviations
+  // from a mean of its own. kWeighted: only values of weight 1 count, not those of weight 0.
   template <bool kWeighted, class E, class W>
-  __device__ MeanAndSquares ReduceMoments(const E& values, const W& weights) {
-    constexpr bool kOneWarp = P::kWarps == 1 && P::kCluster == 1;
+  __device__ auto PartOfMoments(const E& values, const W& weights) const {
     const auto counted = [](A value, A weight) { return kWeighted && weight == 0 ? A{0} : value; };
     Values<A, 2> sums[kRows];
+    PerRow<A> mean;
     if constexpr (kWeighted) {
       Fold<Sum>(sums, Nothing{}, weights, Map(counted, values, weights));
       JoinWarp<P, EachBy<Sum>>(sums);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) mean.value[r] = sums[r].v[1] * ShareOf(sums[r].v[0]);
     } else {
       Values<A, 1> totals[kRows];
       Fold<Sum>(totals, Nothing{}, values);
       JoinWarp<P, EachBy<Sum>>(totals);
-      const int inside = kOneWarp ? columns() : this->ColumnsOfWarp();
+      const Count inside = kOneCount ? count_ : CountColumns();
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) sums[r] = {static_cast<A>(inside), totals[r].v[0]};
+      for (int r = 0; r < kRows; ++r) {
+        sums[r] = {inside.count, totals[r].v[0]};
+        mean.value[r] = sums[r].v[1] * inside.share;
+      }
     }
-    PerRow<A> share, mean;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      share.value[r] = kOneWarp ? Reciprocal(sums[r].v[0]) : sums[r].v[0] > 0 ? Reciprocal(sums[r].v[0]) : A{0};
-      mean.value[r] = sums[r].v[1] * share.value[r];
-    }
-    const auto square = [=](A value, A weight, A mean) {
-      const A deviation = counted(value - mean, weight);
+    const auto square = [=](A value, A weight, A origin) {
+      const A deviation = counted(value - origin, weight);
       return deviation * deviation;
     };
+    // Packs beyond the columns are zeros, and deviate from 0 by nothing.
+    const auto origin = [&](int pack, int column) {
+      return [value = mean(pack, column), inside = !Packs::kPadded || column < columns()](int i) {
+        return inside ? value(i) : A{0};
+      };
+    };
     Values<A, 1> squares[kRows];
-    Fold<Sum, true>(squares, Nothing{}, Map(square, values, weights, mean));
+    Fold<Sum, true>(squares, Nothing{}, Map(square, values, weights, origin));
     JoinWarp<P, EachBy<Sum>>(squares);
-    if constexpr (kOneWarp) {
-      return {share, mean, Component<0>(squares)};
-    } else {
-      Values<A, 3> moments[kRows];
+    Part<CountMeanSquares, 3, true> part;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) moments[r] = {sums[r].v[0], mean.value[r], squares[r].v[0]};
-      exchange_.template JoinWarps<CountMeanSquares>(moments);
-      const auto reciprocal = [](A count) { return Reciprocal(count); };
-      return {Each(reciprocal, Component<0>(moments)), Component<1>(moments), Component<2>(moments)};
+    for (int r = 0; r < kRows; ++r) part.values[r] = {sums[r].v[0], mean.value[r], squares[r].v[0]};
+    return part;
+  }
+
+  // The join of the parts of all threads of a row, known to all of them.
+  template <class Part>
+  __device__ Part Join(Part part) {
+    if constexpr (Part::kOfWarp) {
+      exchange_.template JoinWarps<typename Part::J>(part.values);
+    } else {
+      exchange_.template Join<typename Part::J>(part.values);
     }
+    return part;
+  }
+  // The same in two steps: see Exchange.
+  template <class Part>
+  __device__ void Post(Part part) {
+    static_assert(kRows == 1);
+    if constexpr (!Part::kOfWarp) JoinWarp<P, typename Part::J>(part.values);
+    exchange_.template Post<typename Part::J>(part.values[0]);
+  }
+  template <class Part>
+  __device__ Part Collect() {
+    return {{exchange_.template Collect<typename Part::J, Values<A, Part::kCount>>()}};
+  }
+
+  // The join of an expression's values over each row.
+  template <class M, class E>
+  __device__ PerRow<A> Reduce(const E& expression) {
+    return Join(PartOf<M>(expression)).template Component<0>();
   }
 
   struct MaxAndTotal {
@@ -500,7 +527,20 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     }
   }
 
+  // How many columns the warp has of a row, and 1 / that.
+  struct Count {
+    A count, share;
+  };
+  static constexpr bool kOneWarp = P::kWarps == 1 && P::kCluster == 1;
+  static constexpr bool kOneCount = P::kAhead && !kShifted;  // the same for all rows
+  static __device__ A ShareOf(A count) { return kOneWarp || count > 0 ? Reciprocal(count) : A{0}; }
+  __device__ Count CountColumns() const {
+    const A count = kOneWarp ? columns() : this->ColumnsOfWarp();
+    return {count, ShareOf(count)};
+  }
+
   Exchange<P> exchange_;
+  Count count_;  // if kOneCount
 };
 
 }  // namespace jaxops::rows

@@ -23,10 +23,10 @@ using SumPlacements16 = Types<Looped<Along<8, 1, 2>, 2>,                //     6
                               Looped<Along<256, 2, 1, 1, 2>, 3>,        //   4096
                               Looped<Along<256, 3, 1, 1, 2>, 2, true>,  //   6144
                               Looped<Along<512, 2>, 2>,                 //   8192
-                              Looped<Along<256, 4, 1, 2>, 3>,           //  16384
-                              Looped<Along<256, 4, 1, 4>, 3>,           //  32768
-                              Looped<Along<256, 4, 1, 8>, 3>,           //  65536
-                              Looped<Along<256, 4, 1, 16>, 3>,          // 131072
+                              Looped<Along<256, 4, 1, 2>, 4>,           //  16384
+                              Looped<Along<256, 4, 1, 4>, 4>,           //  32768
+                              Looped<Along<256, 4, 1, 8>, 4>,           //  65536
+                              Looped<Along<256, 4, 1, 16>, 4>,          // 131072
                               Looped<Along<512, 4, 1, 16>, 2, true>,    // 262144
                               // for devices without clusters, and where a third input leaves too little shared memory
                               Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
@@ -40,10 +40,10 @@ using SumPlacements32 = Types<Looped<Along<8, 1, 4>, 2>,                //     3
                               Looped<Along<256, 3, 1, 1, 2>, 2, true>,  //   3072
                               Looped<Along<512, 2>, 2>,                 //   4096
                               Looped<Along<512, 4>, 2, true>,           //   8192
-                              Looped<Along<512, 4, 1, 2>, 2, true>,     //  16384
-                              Looped<Along<512, 4, 1, 4>, 2, true>,     //  32768
-                              Looped<Along<512, 4, 1, 8>, 2, true>,     //  65536
-                              Looped<Along<512, 4, 1, 16>, 2, true>,    // 131072
+                              Looped<Along<512, 4, 1, 2>, 3>,           //  16384
+                              Looped<Along<512, 4, 1, 4>, 3>,           //  32768
+                              Looped<Along<512, 4, 1, 8>, 3>,           //  65536
+                              Looped<Along<512, 4, 1, 16>, 3>,          // 131072
                               Looped<Along<512, 2, 1, 4>, 2>, Looped<Along<512, 2, 1, 16>, 2>,
                               Looped<Along<512, 8, 1, 16>, 1, true>>;  // 262144
 template <class T>
@@ -73,15 +73,19 @@ inline constexpr bool kPortable<Looped<P, kStages, kShared, kKept>> =
              Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 
 // op(row, op.Parameters(row), op.Scalars(row), sums...) for the rows begin, begin + step, ... below end, which
-// move(row, first) turns to. op.ForEachInput names what is fetched ahead.
+// move(row, first) turns to. op.ForEachInput names what is fetched ahead. With P::kAhead in two halves, op.Begin and
+// op.End: what threads send each other for a row travels while they finish the one before it.
 template <class RowType, class Op, class Move, class... Sums>
 __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t step, int64_t end, const Move& move,
                              Sums&... sums) {
   constexpr int kStages = RowType::P::kStages;
+  const auto turn = [&](RowType& to, int64_t first) {
+    move(to, first);
+    op.Narrow(to);
+  };
   const auto fetch = [&](RowType& ahead, int64_t first, int stage) {
     if (first < end) {
-      move(ahead, first);
-      op.Narrow(ahead);
+      turn(ahead, first);
       ahead.SetStage(stage);
       op.ForEachInput([&]<int kInput>(const auto* tensor) { ahead.template Fetch<kInput>(tensor); });
     }
@@ -90,29 +94,65 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
   RowType ahead = row;
 #pragma unroll
   for (int k = 0; k < kStages - 1; ++k) fetch(ahead, begin + k * step, k);
-  move(row, begin);
-  op.Narrow(row);
+  turn(row, begin);
   const auto parameters = op.Parameters(row);
-  auto scalars = op.Scalars(row);
-  for (int stage = 0; begin < end; begin += step) {
-    fetch(ahead, begin + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
-    RowType next = row;
-    auto upcoming = scalars;
-    if (begin + step < end) {
-      if constexpr (kStages == 2) {
-        next.Follow(ahead);
-      } else {
-        move(next, begin + step);
-        op.Narrow(next);
+  if constexpr (RowType::P::kAhead) {
+    if (begin >= end) return;
+    const auto begin_row = [&](RowType& row, int stage, const auto& scalars) {
+      row.SetStage(stage);
+      return op.Begin(row, parameters, scalars, sums...);
+    };
+    // Of the present row, the next, and the one behind it; outside the rows, of the first again.
+    const auto scalars_of = [&](int64_t first) {
+      RowType there = row;
+      turn(there, first < end ? first : begin);
+      return op.Scalars(there);
+    };
+    auto scalars = op.Scalars(row), next_scalars = scalars_of(begin + step);
+    WaitCopies<kStages - 2>();
+    auto part = begin_row(row, 0, scalars);
+    row.Post(part);
+    for (int stage = 0; begin < end; begin += step) {
+      fetch(ahead, begin + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
+      const bool more = begin + step < end;
+      const auto later_scalars = scalars_of(begin + 2 * step);
+      const int next_stage = stage == kStages - 1 ? 0 : stage + 1;
+      RowType next = row;
+      if (more) {
+        turn(next, begin + step);
+        WaitCopies<kStages - 2>();
+        part = begin_row(next, next_stage, next_scalars);
       }
-      upcoming = op.Scalars(next);
+      const auto joined = row.template Collect<decltype(part)>();
+      if (more) row.Post(part);
+      row.SetStage(stage);
+      op.End(row, parameters, scalars, joined);
+      row.Follow(next);
+      scalars = next_scalars;
+      next_scalars = later_scalars;
+      stage = next_stage;
     }
-    WaitCopies<kStages - 1>();
-    row.SetStage(stage);
-    op(row, parameters, scalars, sums...);
-    row.Follow(next);
-    scalars = upcoming;
-    stage = stage == kStages - 1 ? 0 : stage + 1;
+  } else {
+    auto scalars = op.Scalars(row);
+    for (int stage = 0; begin < end; begin += step) {
+      fetch(ahead, begin + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
+      RowType next = row;
+      auto upcoming = scalars;
+      if (begin + step < end) {
+        if constexpr (kStages == 2) {
+          next.Follow(ahead);
+        } else {
+          turn(next, begin + step);
+        }
+        upcoming = op.Scalars(next);
+      }
+      WaitCopies<kStages - 1>();
+      row.SetStage(stage);
+      op(row, parameters, scalars, sums...);
+      row.Follow(next);
+      scalars = upcoming;
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
   }
   WaitCopies<0>();
 }

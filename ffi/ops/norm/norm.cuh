@@ -2,6 +2,7 @@
 #ifndef JAXOPS_OPS_NORM_NORM_CUH_
 #define JAXOPS_OPS_NORM_NORM_CUH_
 
+#include <tuple>
 #include <utility>
 
 #include "ops/norm/norm.h"
@@ -11,6 +12,13 @@ namespace jaxops {
 namespace {
 
 using Slot = NormCall;
+
+struct Product {
+  template <class A>
+  __device__ A operator()(A a, A b) const {
+    return a * b;
+  }
+};
 
 // Which positions count in the statistics, as an expression of 0 and 1; 1 everywhere unless kWhere.
 template <bool kWhere, class A>
@@ -33,7 +41,7 @@ struct NormForwardOp {
   static constexpr int kInputs = 1, kSlots = Slot::kWhere + 1,
                        kBroadcasts = 1 << Slot::kScale | 1 << Slot::kBias | 1 << Slot::kWhere;
   static constexpr int kParameters = kCentred ? 2 : 1;
-  static constexpr bool kShort = kWhere, kPadded = !kCentred;
+  static constexpr bool kShort = kWhere, kPadded = true;
 
   const T *x, *residual;
   const A *scale, *bias;
@@ -65,21 +73,34 @@ struct NormForwardOp {
                       row.template LoadParameter<Slot::kBias>(bias, A{0})),
             0);
   }
-
   __device__ void operator()(auto& row, const auto& parameters, int) const {
     const auto values = row.LoadSum(x, residual, sum);
-    const auto weights = Weights<kWhere, A>(row, where);
-    const auto moments = [&] {
+    Finish(row, values, parameters, row.Join(PartOf(row, values)));
+  }
+  // The same in two halves.
+  __device__ auto Begin(const auto& row, const auto&, int) const { return PartOf(row, row.template Load<0>(x)); }
+  __device__ void End(const auto& row, const auto& parameters, int, const auto& moments) const {
+    Finish(row, row.template Load<0>(x), parameters, moments);
+  }
+
+ private:
+  __device__ auto PartOf(const auto& row, const auto& values) const {
+    if constexpr (kCentred) {
+      return row.template PartOfMoments<kWhere>(values, Weights<kWhere, A>(row, where));
+    } else {
+      return row.template PartOf<rows::Sum>(rows::Map([](A value) { return value * value; }, values));
+    }
+  }
+  __device__ void Finish(const auto& row, const auto& values, const auto& parameters, const auto& moments) const {
+    const auto [share, mean, squares] = [&] {
       if constexpr (kCentred) {
-        return row.template ReduceMoments<kWhere>(values, weights);
+        return std::tuple(row.Each([](A count) { return rows::Reciprocal(count); }, moments.template Component<0>()),
+                          moments.template Component<1>(), moments.template Component<2>());
       } else {
-        const auto squares = rows::Map([](A value) { return value * value; }, values);
-        return typename std::remove_cvref_t<decltype(row)>::MeanAndSquares{
-            row.Same(rows::Reciprocal(static_cast<A>(row.columns()))), row.Same(A{0}),
-            row.template Reduce<rows::Sum>(squares)};
+        return std::tuple(row.Same(rows::Reciprocal(static_cast<A>(row.columns()))), row.Same(A{0}),
+                          moments.template Component<0>());
       }
     }();
-    const auto& [share, mean, squares] = moments;
     const auto rstd =
         row.Each([eps = epsilon](A sum, A share) { return rows::Rsqrt(sum * share + eps); }, squares, share);
     if constexpr (kCentred) row.template StoreRow<Slot::kRow>(mean_out, mean);
@@ -135,36 +156,64 @@ struct NormBackwardOp {
 
   __device__ void operator()(auto& row, const auto& parameters, const auto& statistics,
                              auto&... sums_of_columns) const {
-    const auto& [scales, share_of_columns] = parameters;
     const auto values = row.template Load<0>(x);
     const auto cotangent = row.template Load<1>(dy);
-    const auto& [m, r] = statistics;
-    const auto normalised =
-        row.KeepFew(rows::Map([](A value, A m, A r) { return (kCentred ? value - m : value) * r; }, values, m, r));
-    const auto gradient = row.KeepFew(rows::Map([](A g, A s) { return g * s; }, cotangent, scales));
-    const auto product = [](A g, A x_hat) { return g * x_hat; };
+    const auto normalised = row.KeepFew(Normalised(values, statistics));
+    const auto gradient = row.KeepFew(rows::Map(Product{}, cotangent, parameters.first));
+    const auto sums = row.Join(PartOf(row, cotangent, normalised, gradient, sums_of_columns...));
+    Finish(row, parameters, statistics, gradient, normalised, row.Same(A{1}), sums);
+  }
+  // The same in two halves.
+  __device__ auto Begin(const auto& row, const auto& parameters, const auto& statistics,
+                        auto&... sums_of_columns) const {
+    const auto cotangent = row.template Load<1>(dy);
+    return PartOf(row, cotangent, Normalised(row.template Load<0>(x), statistics),
+                  rows::Map(Product{}, cotangent, parameters.first), sums_of_columns...);
+  }
+  __device__ void End(auto& row, const auto& parameters, const auto& statistics, const auto& sums) const {
+    Finish(row, parameters, statistics, rows::Map(Product{}, row.template Load<1>(dy), parameters.first),
+           Deviation(row.template Load<0>(x), statistics), statistics.second, sums);
+  }
+
+ private:
+  static __device__ auto Deviation(const auto& values, const auto& statistics) {
+    return rows::Map([](A value, A m) { return kCentred ? value - m : value; }, values, statistics.first);
+  }
+  // x^
+  static __device__ auto Normalised(const auto& values, const auto& statistics) {
+    return rows::Map(Product{}, Deviation(values, statistics), statistics.second);
+  }
+  // Of sum(g) and sum(g x^).
+  __device__ auto PartOf(const auto& row, const auto& cotangent, const auto& normalised, const auto& gradient,
+                         auto&... sums_of_columns) const {
     const auto add_columns = [&](int pack, int column) {
-      const auto dscale = rows::Map(product, cotangent, normalised);
+      const auto dscale = rows::Map(Product{}, cotangent, normalised);
       if constexpr (kCentred) {
         (sums_of_columns.AddPack(row, pack, column, dscale, cotangent), ...);
       } else {
         (sums_of_columns.AddPack(row, pack, column, dscale), ...);
       }
     };
-    const auto sums = row.template Reduce<rows::Sum>(gradient, rows::Map(product, gradient, normalised), add_columns);
-    auto share = row.Same(share_of_columns);
+    return row.template PartOfEach<rows::Sum>(add_columns, gradient, rows::Map(Product{}, gradient, normalised));
+  }
+  // x^ is `factor` times `deviation`.
+  __device__ void Finish(auto& row, const auto& parameters, const auto& statistics, const auto& gradient,
+                         const auto& deviation, const auto& factor, const auto& sums) const {
+    const auto& r = statistics.second;
+    auto share = row.Same(parameters.second);
     const auto weights = Weights<kWhere, A>(row, where);
     if constexpr (kWhere) {
       share = row.Each([](A count) { return 1 / count; }, row.template Reduce<rows::Sum>(weights));
     }
     const auto scaled = [](A sum, A share, A r) { return sum * share * r; };
-    const auto of_g =
-        row.Each([=](A sum, A share, A r) { return kCentred ? scaled(sum, share, r) : A{0}; }, sums.first, share, r);
-    const auto of_gx = row.Each(scaled, sums.second, share, r);
-    const auto result = [](A g, A x_hat, A w, A r, A of_g, A of_gx) {
-      return kWhere ? fma(g, r, -w * fma(x_hat, of_gx, of_g)) : fma(-x_hat, of_gx, fma(g, r, -of_g));
+    const auto of_g = row.Each([=](A sum, A share, A r) { return kCentred ? scaled(sum, share, r) : A{0}; },
+                               sums.template Component<0>(), share, r);
+    const auto of_gx = row.Each([=](A sum, A share, A r, A factor) { return scaled(sum, share, r) * factor; },
+                                sums.template Component<1>(), share, r, factor);
+    const auto result = [](A g, A deviation, A w, A r, A of_g, A of_gx) {
+      return kWhere ? fma(g, r, -w * fma(deviation, of_gx, of_g)) : fma(-deviation, of_gx, fma(g, r, -of_g));
     };
-    const auto own = rows::Map(result, gradient, normalised, weights, r, of_g, of_gx);
+    const auto own = rows::Map(result, gradient, deviation, weights, r, of_g, of_gx);
     if (dsum) {
       row.Store(dx, rows::Map([](A own, A added) { return own + added; }, own, row.template Load<2>(dsum)));
     } else {
@@ -202,15 +251,17 @@ struct NormStreams {
   template <class P>  // parameters in shared memory, x in registers
   using Kept = rows::Looped<P, 2, true, true>;
   static constexpr int64_t kFewPairs = kCentred ? 6144 : 8192;
-  using Plain = Types<Looped<rows::Along<256, 4, 1, 1, 2>, 2, false>,   //   8192
-                      Looped<rows::Along<512, 4>, 2, false>,            //  16384
-                      Looped<rows::Along<512, 4, 1, 2>, 2, false>,      //  32768
-                      Looped<rows::Along<256, 4, 1, 8, 2>, 2, false>,   //  65536
-                      Looped<rows::Along<256, 4, 1, 16, 2>, 2, false>,  // 131072
-                      Looped<rows::Along<512, 4, 1, 16>, 3, false>,     // 262144
+  using Plain = Types<Looped<rows::Along<256, 4, 1, 1, 2>, 2, false>,  //   8192
+                      Looped<rows::Along<512, 4>, 2, false>,           //  16384
+                      std::conditional_t<kCentred && sizeof(T) == 2, Looped<rows::Along<256, 4, 1, 4, 2>, 3, false>,
+                                         Looped<rows::Along<512, 4, 1, 2>, 2, false>>,  //  32768
+                      Looped<rows::Along<256, 4, 1, 8, 2>, 3, false>,                   //  65536
+                      Looped<rows::Along<256, 8, 1, 8>, 3, false>,                      // 131072
+                      Looped<rows::Along<256, 8, 1, 16>, 3, false>,                     // 262144
                       // f32 alone has the registers
-                      std::conditional_t<sizeof(T) == 4, Looped<rows::Along<512, 8, 1, 16>, 2, false>,
-                                         Looped<rows::Along<512, 4, 1, 16>, 3, false>>>;
+                      std::conditional_t<sizeof(T) == 2, Looped<rows::Along<256, 8, 1, 16>, 3, false>,
+                                         std::conditional_t<kCentred, Looped<rows::Along<256, 16, 1, 16>, 3, false>,
+                                                            Looped<rows::Along<512, 8, 1, 16>, 3, false>>>>;
   // Few threads with many packs: what a thread does for a row, however many packs it has of it, is a third of the work.
   using Shifted = Types<Kept<rows::Along<4, 5>>,               //   153
                         Kept<rows::Along<16, 5>>,              //   633
