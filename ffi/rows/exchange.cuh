@@ -220,8 +220,8 @@ class Exchange {
   }
 
  private:
-  // By way of the first warp there is less to send and to join, directly one join less to wait for: those of moments
-  // take long.
+  // Whether every warp sends to all blocks. Through the first warp there is less to send and to join; directly there is
+  // one join less to wait for, and those of moments take longest.
   template <class J>
   static constexpr bool kDirect = std::is_same_v<J, CountMeanSquares>;
   // Sent as one vector.

@@ -59,6 +59,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       }
     }
   };
+
   struct Nothing {
     __device__ void operator()(int, int) const {}
   };
