@@ -143,23 +143,24 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     """Into how many partial sums the sums over each group's rows are split.
 
     On a GPU each is a block's or a cluster's, and one wave of them is best (TUNING.md): as many as an H200's 132
-    multiprocessors hold at once, but at least 8 rows each. Where rows are not aligned to 16 bytes, a multiple of 8
-    keeps each thread on the same columns; of few clusters that would leave out too many, so that several waves are
-    better. Depends on nothing but the operands, so that results do not depend on the device.
+    multiprocessors hold at once, but at least 8 rows each. Depends on nothing but the operands, so that results do not
+    depend on the device.
     """
-    row_bytes = (columns if isinstance(columns, int) else 4097) * itemsize  # symbolic: may be long, and unaligned
-    aligned = row_bytes % 16 == 0
-    if not aligned:
-        limits = ((512, 792), (2048, 528), (12288, 264), (32768, 128), (40960, 64), (262144, 56))
+    long = columns if isinstance(columns, int) else 4097  # symbolic: may be long, and unaligned
+    if long * itemsize % 16 == 0:
+        if itemsize == 2:
+            limits = ((256, 528), (1024, 396), (6144, 264), (8192, 132), (16384, 66), (32768, 30), (65536, 15))
+        else:
+            limits = ((128, 792), (512, 528), (3072, 264), (8192, 132), (16384, 66), (32768, 30), (65536, 15))
     elif itemsize == 2:
-        limits = ((512, 528), (2048, 396), (12288, 264), (16384, 132), (32768, 66), (65536, 30), (131072, 15))
+        limits = ((256, 528), (512, 396), (4224, 264), (8448, 132), (20480, 62), (51200, 30), (102400, 14))
     else:
-        limits = ((512, 792), (2048, 528), (12288, 264), (32768, 132), (65536, 66), (131072, 30), (262144, 15))
-    full = next((count for limit, count in limits if row_bytes <= limit), 7 if aligned else 8)
+        limits = ((256, 528), (512, 396), (4224, 264), (8448, 132), (12800, 62), (20480, 45), (33792, 30), (67584, 14))
+    words = long * max(itemsize, 4) // 4
+    full = next((count for limit, count in limits if words <= limit), 7)
     if not isinstance(groups, int):  # symbolic: how many is not known before the program is compiled
         return 1
-    chunks = max(1, full // groups if not isinstance(rows, int) else min(full // groups, rows // 8))
-    return chunks if aligned or chunks < 8 else chunks // 8 * 8
+    return max(1, full // groups if not isinstance(rows, int) else min(full // groups, rows // 8))
 
 
 #: The named operands or results of a row kernel; None where absent.

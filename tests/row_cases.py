@@ -7,15 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 # Capacities are 1, 3 or 5 times a power of two, counted in packs of V = 8, 4 or 2 elements. A row whose length is no
-# multiple of V may begin anywhere in a pack, which costs up to 2 V - 1 elements of the capacity.
+# multiple of V may begin anywhere in a pack, which costs up to 2 V - 1 elements of the capacity. Staged rows are counted
+# in elements; some placements for 16 and for 32 bits differ.
 _AROUND = (-7, -6, -3, -2, -1, 0, 1, 8)
 _NEAR = (-7, 0, 1, 8)
+_STAGED = (1056, 2112, 4224, 8448, 12800, 16896, 20480, 33792, 51200, 67584, 102400, 135168, 204800)
 
 #: Lengths of rows of adjacent elements, aligned and unaligned, on both sides of every capacity.
 COLUMNS = sorted(
     {2**k + d for k in range(3, 16) for d in _AROUND}
     | {n * 2**k + d for n in (3, 5) for k in range(6, 13) for d in _NEAR}
     | {1, 2, 3, 4, 5, 6, 65536, 69999, 70000, 131065, 131072, 131073, 262144, 262145, 524288, 524297}
+    | {n + 1 for n in _STAGED}
 )
 
 #: Some of them, for tools under which a call may take seconds: of aligned rows each capacity itself, of unaligned ones
@@ -24,6 +27,7 @@ _UNALIGNED = (96, 192, 256, 512, 640, 1280, 2560, 5120, 10240, 16384, 20480, 286
 COLUMNS_ONCE = sorted(
     {1, 3, 6, 127, 129, 524297, *(n * 2**k for n in (1, 3, 5) for k in range(3, 13)), *(2**k for k in range(13, 20))}
     | {n - 7 for n in (*_UNALIGNED, *(2**k for k in range(16, 20)))}
+    | {n - 1 for n in _STAGED}
 )
 
 #: Shapes [outer, length, inner] of rows whose elements lie `inner` apart: lengths around the capacities of their
@@ -45,16 +49,18 @@ def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
     """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other.
 
     tool: of compute-sanitizer, the one that runs, if one does. Under racecheck, where each access to shared memory
-    costs, an eighth of the rows, or 33: four for each of eight blocks. Under synccheck two where clusters of 16 blocks
+    costs, an eighth of the aligned rows, or 33: four for each of eight blocks. Under synccheck two where clusters of 16 blocks
     take them (tools/sanitize_gpu.py).
     """
     pack = 16 // np.dtype(dtype).itemsize
     shapes = [(9001, 8 * pack), (4301, 16 * pack), (2201, 32 * pack), (1101, 64 * pack)]
     shapes += [(541, 1024 * pack), (281, 2048 * pack), (141, 4096 * pack), (71, 8192 * pack), (35, 16384 * pack)]
-    shapes += [(19, 32768 * pack), (17001, 127), (1001, 1001), (1501, 4097), (71, 50257)]
-    shapes += [(411, 9001), (201, 20001), (131, 30001), (101, 40001), (43, 100001)]
+    shapes += [(19, 32768 * pack), (17001, 127), (8501, 255), (6501, 511), (3301, 1001), (1701, 2047), (1501, 4097)]
+    shapes += [(411, 8193), (261, 12289), (201, 20001), (131, 33001), (71, 50257), (43, 65537), (43, 100001)]
+    shapes += [(35, 131071), (17, 200003), (17, 262143)]
     if tool == "racecheck":
-        shapes = [(min(rows, max(rows // 8, 33)), columns) for rows, columns in shapes]
+        aligned = lambda columns: columns % pack == 0  # noqa: E731
+        shapes = [(min(rows, max(rows // 8, 33)) if aligned(columns) else rows, columns) for rows, columns in shapes]
     if tool == "synccheck":
         shapes = [(rows if columns <= 8192 * pack else 2, columns) for rows, columns in shapes]
     return shapes if on_gpu else [(min(rows, 70), columns) for rows, columns in shapes if columns < 5000]

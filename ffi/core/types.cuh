@@ -16,6 +16,17 @@ namespace jaxops {
 template <class... Ts>
 struct Types {};
 
+template <class... Lists>
+struct JoinedLists;
+template <class... Ts>
+struct JoinedLists<Types<Ts...>> {
+  using List = Types<Ts...>;
+};
+template <class... Ts, class... Us, class... More>
+struct JoinedLists<Types<Ts...>, Types<Us...>, More...> : JoinedLists<Types<Ts..., Us...>, More...> {};
+template <class... Lists>
+using Joined = typename JoinedLists<Lists...>::List;
+
 // Calls visit.operator()<T>() for the first T of the list that accept.operator()<T>() takes; `otherwise` if there is
 // none.
 template <class Result, class... Ts, class Accept, class Visit>

@@ -123,6 +123,19 @@ __device__ Values<A, 3> JoinMany(const Values<A, 3> (&many)[kMany]) {
   return {total.v[0], mean, JoinMany<EachBy<Sum>, kLanes>(squares).v[0]};
 }
 
+// Two exponentials a value instead of two a join.
+template <class J, int kLanes, class A, int kMany>
+  requires(std::is_same_v<J, Exponentials>)
+__device__ Values<A, 2> JoinMany(const Values<A, 2> (&many)[kMany]) {
+  Values<A, 1> maxima[kMany], totals[kMany];
+#pragma unroll
+  for (int k = 0; k < kMany; ++k) maxima[k].v[0] = many[k].v[0];
+  const A max = JoinMany<EachBy<Max>, kLanes>(maxima).v[0], origin = Exponentials::FiniteOrZero(max);
+#pragma unroll
+  for (int k = 0; k < kMany; ++k) totals[k].v[0] = many[k].v[1] * Exp(many[k].v[0] - origin);
+  return {max, JoinMany<EachBy<Sum>, kLanes>(totals).v[0]};
+}
+
 // Joins over all threads that share a row. Two sets of slots take turns, so that one barrier a join is enough: nobody
 // can reach the set's next use before all have passed the barrier of the other set.
 template <class P>
@@ -221,9 +234,9 @@ class Exchange {
 
  private:
   // Whether every warp sends to all blocks. Through the first warp there is less to send and to join; directly there is
-  // one join less to wait for, and those of moments take longest.
+  // one join less to wait for, and those that are not sums take longest.
   template <class J>
-  static constexpr bool kDirect = std::is_same_v<J, CountMeanSquares>;
+  static constexpr bool kDirect = std::is_same_v<J, CountMeanSquares> || std::is_same_v<J, Exponentials>;
   // Sent as one vector.
   template <class V>
   struct alignas(sizeof(V) > 8 ? 16 : sizeof(V)) Letter {

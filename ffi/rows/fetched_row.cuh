@@ -1,5 +1,5 @@
-// Rows that are fetched ahead: each thread copies its own packs of the next rows into shared memory, asynchronously,
-// while it works on the present ones.
+// Rows that are fetched ahead: threads copy the next rows into shared memory, asynchronously, while they work on the
+// present ones. Of aligned rows each thread copies its own packs; unaligned ones are staged by all threads together.
 #ifndef JAXOPS_ROWS_FETCHED_ROW_CUH_
 #define JAXOPS_ROWS_FETCHED_ROW_CUH_
 
@@ -180,6 +180,154 @@ class FetchedRow : public Base {
 
  private:
   uint32_t slots_, stage_, parameters_;  // this thread's share of shared memory
+};
+
+// A placement whose rows are fetched kStages - 1 ahead by all threads of the row together, as aligned vectors of
+// elements of kBytes each, and read one by one: see StagedRow. kKept: the row's values are kept in registers.
+template <class P, int kBytes_, int kStages_, int kSure_ = 0, bool kKept_ = true>
+struct Staged : P {
+  static constexpr int kBytes = kBytes_, kStages = kStages_, kSure = kSure_;
+  static constexpr bool kStaged = true, kKept = kKept_;
+  static constexpr bool kAhead = P::kCluster > 1 && kStages > 2;
+};
+
+// A row that begins anywhere in a vector: its aligned vectors are copied, and each thread reads its elements out of
+// them one by one. The columns of a thread are the same for all rows, and so are its parameters and sums. Base: a row
+// of single elements.
+template <class Base, int kParameters>
+class StagedRow : public Base {
+ public:
+  using P = typename Base::P;
+  using A = typename Base::A;
+  static_assert(Base::kV == 1 && Base::kLay == Lay::kPlain && P::kRows == 1);
+  static constexpr int kPer = 16 / P::kBytes;  // elements of a vector
+  static constexpr int kBlockColumns = P::kPacks * P::kLanes;
+  static constexpr int kSector = 32 / P::kBytes;                     // of global memory
+  static constexpr int kVectors = (kBlockColumns + kSector) / kPer;  // that hold those, wherever in a sector they begin
+  static_assert(kBlockColumns % kPer == 0 && P::kLanes >= kPer);
+  static constexpr int kStageStride = P::kTeams * kVectors * 16, kInputStride = P::kStages * kStageStride;
+  static constexpr int SharedBytes(int inputs) { return inputs * kInputStride; }
+
+  __device__ StagedRow(const typename Base::Geometry& geometry, char* shared, int)
+      : Base(geometry),
+        thread_(threadIdx.x % P::kLanes),
+        first_(this->lane_ - thread_),
+        slots_(SharedAddress(shared) + Base::Team() * (kVectors * 16)),
+        stage_(slots_) {}
+
+  // Where the present rows' vectors are.
+  __device__ void SetStage(int stage) { stage_ = slots_ + stage * kStageStride; }
+
+  // Turns to the row of another; what joins the threads stays.
+  __device__ void Follow(const StagedRow& other) {
+    this->live_[0] = other.live_[0];
+#pragma unroll
+    for (int slot = 0; slot < Base::kSlots; ++slot) this->offsets_[0][slot] = other.offsets_[0][slot];
+  }
+
+  // What the row's threads have copied until now is there for all of them, and what they have read may be overwritten.
+  static __device__ void Sync() {
+    if constexpr (P::kLanes <= 32) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // Begins to copy the row's vectors of an input; zeros behind its end, or if there is no such row.
+  template <int kInput, class T>
+  __device__ void Fetch(const T* tensor) const {
+    static_assert(sizeof(T) == P::kBytes);
+    const int end = this->live(0) ? this->end() - first_ + Shift() : 0;
+    const T* const source = Vectors(tensor);
+#pragma unroll
+    for (int k = 0; k < (kVectors + P::kLanes - 1) / P::kLanes; ++k) {
+      const int vector = thread_ + k * P::kLanes;
+      const int inside = min(max(end - vector * kPer, 0), kPer) * P::kBytes;
+      if (vector < kVectors)
+        CopyAsync<16>(stage_ + kInput * kInputStride + vector * 16, source + vector * kPer, inside);
+    }
+  }
+
+  template <int kInput, class T>
+  __device__ auto Load(const T*, T outside = T(0.0f)) const {
+    const auto read = [this, first = Place<kInput>(), outside](int pack, int column) {
+      const auto value = static_cast<A>(LoadShared<T>(first + pack * (P::kLanes * P::kBytes)));
+      return static_cast<A>(outside) == 0 || this->Begins(pack, column) ? value : static_cast<A>(outside);
+    };
+    if constexpr (P::kKept) {
+      typename Base::template Held<A> held;
+      this->ForEachPack([&](int pack, int column) { held.packs[pack].lane[0] = read(pack, column); });
+      return held;
+    } else {
+      return [read](int pack, int column) { return [value = read(pack, column)](int) { return value; }; };
+    }
+  }
+
+  // Results take the place of the first input, which is gone then, and leave as whole vectors but for those that the
+  // row shares with its neighbours.
+  template <class T, class E>
+  __device__ void Store(T* tensor, const E& expression, A = 0) const {
+    static_assert(sizeof(T) == P::kBytes);
+    constexpr int kFew = 8;  // that are read before one is written, as the compiler cannot tell them apart
+    const uint32_t place = Place<0>();
+#pragma unroll
+    for (int begin = 0; begin < P::kPacks; begin += kFew) {
+      T results[kFew];
+#pragma unroll
+      for (int k = 0; k < kFew; ++k)
+        if (begin + k < P::kPacks) results[k] = T(expression(begin + k, first_ + thread_ + (begin + k) * P::kLanes)(0));
+#pragma unroll
+      for (int k = 0; k < kFew; ++k)
+        if (begin + k < P::kPacks) StoreShared(place + (begin + k) * (P::kLanes * P::kBytes), results[k]);
+    }
+    Sync();
+    if (!this->live(0)) return;
+    const int begin = Shift(), end = begin + max(this->end() - first_, 0);
+    T* const target = Vectors(tensor);
+#pragma unroll
+    for (int k = 0; k < (kVectors + P::kLanes - 1) / P::kLanes; ++k) {
+      const int vector = thread_ + k * P::kLanes;
+      if (vector * kPer >= begin && vector * kPer + kPer <= end)
+        *reinterpret_cast<uint4*>(target + vector * kPer) = LoadShared<uint4>(stage_ + vector * 16);
+    }
+    if (thread_ >= kPer) return;
+    const auto copy = [&](int element) { target[element] = LoadShared<T>(stage_ + element * P::kBytes); };
+    const int head = begin - begin % kPer + thread_, tail = end - end % kPer + thread_;
+    if (begin % kPer && head >= begin && head < end) copy(head);
+    if (tail >= begin && tail < end && (tail != head || begin % kPer == 0)) copy(tail);
+  }
+  // Rows to which something is added are not fetched.
+  template <class T>
+  __device__ auto LoadSum(const T* x, const T*, T*) const {
+    return Load<0>(x);
+  }
+
+  // An expression that is the same for all rows, computed now and kept.
+  template <int kNumber, class E>
+  __device__ auto KeepParameter(const E& expression) const {
+    typename Base::template Held<A> kept = {};
+    this->ForEachPackInside([&](int pack, int column) { kept.packs[pack].lane[0] = expression(pack, column)(0); });
+    return kept;
+  }
+
+ private:
+  // How far behind the beginning of a sector the row begins.
+  __device__ int Shift() const { return static_cast<int>(static_cast<uint32_t>(this->Origin(0)) % kSector); }
+  // The block's first vector of a tensor.
+  template <class T>
+  __device__ T* Vectors(T* tensor) const {
+    return tensor + (this->Origin(0) + (first_ - Shift()));
+  }
+  // Where this thread's first element of an input is.
+  template <int kInput>
+  __device__ uint32_t Place() const {
+    return stage_ + kInput * kInputStride + (Shift() + thread_) * P::kBytes;
+  }
+
+  int thread_;  // of the row's in this block
+  int first_;   // the block's first column
+  uint32_t slots_, stage_;
 };
 
 }  // namespace jaxops::rows

@@ -23,6 +23,8 @@ struct Along {
   static constexpr int kTeams = kThreads / kLanes;  // teams of a block, each with rows of its own
   static constexpr int kStep = 1;                   // between a row's lanes in a warp
   static constexpr bool kAhead = false;             // see Looped
+  static constexpr bool kStaged = false;            // see Staged
+  static constexpr int kSure = 0;                   // of a thread's packs, the first that lie in every row
   static constexpr int kWarpLanes = kLanes < 32 ? kLanes : 32;
   static constexpr int kWarps = kLanes > 32 ? kLanes / 32 : 1;  // that share a row, in a block
   static_assert(kCluster == 1 || kTeams == 1);
@@ -38,10 +40,33 @@ struct Across {
   static constexpr int kMinBlocks = kBlocks_;
   static constexpr int kTeams = kWidth;
   static constexpr int kStep = kWidth;
-  static constexpr bool kAhead = false;
+  static constexpr bool kAhead = false, kStaged = false;
+  static constexpr int kSure = 0;
   static constexpr int kWarpLanes = 32 / kWidth;
   static constexpr int kWarps = kThreads / 32;
 };
+
+// Staged rows lie in a cluster's blocks one run behind the other: how many columns a block has, the last one the rest.
+// Whole vectors and warps.
+template <class P>
+__host__ __device__ constexpr int64_t StagedColumns(int64_t columns) {
+  return (columns + P::kCluster * 32 - 1) / (P::kCluster * 32) * 32;
+}
+
+// Whether a staged placement is for rows of so many columns, and whether each of a table takes those that are too long
+// for the one before it.
+template <class P>
+__host__ __device__ constexpr bool StagedFits(int64_t columns) {
+  const int64_t last = columns - (P::kCluster - 1) * StagedColumns<P>(columns);
+  return last >= P::kSure * P::kLanes && columns <= int64_t{P::kLanes} * P::kPacks * P::kCluster;
+}
+template <class... Ps>
+constexpr bool WithoutGaps(Types<Ps...>) {
+  int64_t next = 0;
+  bool all = true;
+  ((all = all && (next == 0 || StagedFits<Ps>(next)), next = int64_t{Ps::kLanes} * Ps::kPacks * Ps::kCluster + 1), ...);
+  return all;
+}
 
 // How the elements of rows lie.
 enum class Lay {
@@ -51,9 +76,11 @@ enum class Lay {
 };
 
 // What a kernel knows of the first kSlots layouts of its rows, for at most kRowAxes and kColumnAxes axes: few in most
-// kernels, because a launch takes longer the more parameters it has.
-template <int kSlots_, int kRowAxes_, int kColumnAxes_>
+// kernels, because a launch takes longer the more parameters it has. kCopied: rows have it by value. Behind a reference
+// some loops over rows read it from memory for each row; by value it takes registers. TUNING.md has which is faster.
+template <int kSlots_, int kRowAxes_, int kColumnAxes_, bool kCopied_ = false>
 struct Geometry {
+  static constexpr bool kCopied = kCopied_;
   static constexpr int kSlots = kSlots_, kRowAxes = kRowAxes_, kColumnAxes = kColumnAxes_;
   Axes<kSlots, kRowAxes> rows;
   Axes<kSlots, kColumnAxes> columns;

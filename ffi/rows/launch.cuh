@@ -89,6 +89,13 @@ struct OneInputWithParameters : OneInput {
                       Along<512, 8, 1, 4>,   // 131072
                       Along<512, 8, 1, 16>,  // 524288
                       StreamedAlong<512, 16>, StreamedAlong<512>>;
+  // Fewer: with many rows and parameters they are staged (rows/row_loop.cuh).
+  using Shifted = Types<Along<8, 3>,           //    185
+                        Along<32, 5>,          //   1273
+                        Along<128, 5>,         //   5113
+                        Along<256, 5>,         //  10233
+                        Along<512, 8, 1, 16>,  // 524281
+                        StreamedAlong<512>>;
 };
 struct TwoInputs : OneInput {
   using Plain = Types<Along<8, 1, 4>,        //     64
@@ -131,6 +138,9 @@ struct TwoInputs : OneInput {
                         Along<512, 4, 1, 8>,   // 131065
                         Along<512, 4, 1, 16>,  // 262137
                         StreamedAlong<512>>;
+};
+struct TwoInputsWithParameters : TwoInputs {
+  using Shifted = OneInputWithParameters::Shifted;
 };
 // Each placement costs build time: fewer for bodies that hold more than packs, and for f16.
 struct Short : OneInput {
@@ -177,7 +187,8 @@ using Tables = std::conditional_t<
             Op::kShort && Op::kInputs == 1 && Op::kParameters == 0, Options,
             std::conditional_t<
                 Op::kShort || std::is_same_v<T, __half>, Short,
-                std::conditional_t<Op::kInputs == 2, TwoInputs,
+                std::conditional_t<Op::kInputs == 2,
+                                   std::conditional_t<Op::kBroadcasts != 0, TwoInputsWithParameters, TwoInputs>,
                                    std::conditional_t<Op::kBroadcasts != 0, OneInputWithParameters, OneInput>>>>>>;
 
 // The tables were measured on Hopper. Other GPUs get these placements of them: some of each table, among them those of
@@ -235,6 +246,7 @@ bool Fits(int64_t columns, int capability) {
   const int64_t packs = P::kAcross ? columns : (columns + (kLay == Lay::kShifted ? kV - 1 : 0) + kV - 1) / kV;
   const int64_t threads = int64_t{P::kLanes} * P::kCluster;             // of a row
   if (P::kPacks == 0) return P::kCluster == 1 || packs >= 4 * threads;  // fewer are not worth a cluster's exchange
+  if (P::kStaged) return StagedFits<P>(columns);
   return packs <= threads * P::kPacks;
 }
 

@@ -318,7 +318,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     };
     // Packs beyond the columns are zeros, and deviate from 0 by nothing.
     const auto origin = [&](int pack, int column) {
-      return [value = mean(pack, column), inside = !Packs::kPadded || column < columns()](int i) {
+      return [value = mean(pack, column), inside = !Packs::kPadded || this->Begins(pack, column)](int i) {
         return inside ? value(i) : A{0};
       };
     };
@@ -359,42 +359,53 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     return Join(PartOf<M>(expression)).template Component<0>();
   }
 
-  struct MaxAndTotal {
-    PerRow<A> max, total;
-  };
-  // max(x) and the total of exp(x - max(x)), for one exchange between warps.
+  // Of max(x) and the total of exp(x - max(x)).
   template <class E>
-  __device__ MaxAndTotal ReduceExponentials(const E& x) {
-    const auto finite = [](A max) { return Exponentials::FiniteOrZero(max); };
-    const auto exponential = [](A value, A origin) { return Exp(value - origin); };
+  __device__ auto PartOfExponentials(const E& x) const {
+    Part<Exponentials, 2, kHeld> part;
+    if constexpr (kHeld) {
+      Values<A, 1> max[kRows], totals[kRows];
+      FoldMax(max, x);
+      JoinWarp<P, EachBy<Max>>(max);
+      // Added to a sum of about 1, each of many small ones is rounded: fewer at a time.
+      constexpr int kParts = P::kStaged ? 4 : kFoldParts;
+      Fold<Sum, false, kParts>(totals, Nothing{}, Map(Exponential{}, x, Each(Finite{}, Component<0>(max))));
+      JoinWarp<P, EachBy<Sum>>(totals);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) part.values[r] = {max[r].v[0], totals[r].v[0]};
+    } else {
+      FoldExponentials(part.values, x);
+    }
+    return part;
+  }
+
+  // The join of those, for one exchange between warps.
+  template <class E>
+  __device__ auto ReduceExponentials(const E& x) {
     if constexpr (kHeld && P::kAcross) {
       // So many rows a thread that a second exchange is cheaper than the
       // exponentials of the joins.
       Values<A, 1> maxima[kRows];
       FoldMax(maxima, x);
       exchange_.template Join<EachBy<Max>>(maxima);
-      const PerRow<A> max = Component<0>(maxima);
-      return {max, Reduce<Sum>(Map(exponential, x, Each(finite, max)))};
-    }
-    Values<A, 2> values[kRows];
-    if constexpr (kHeld) {
-      Values<A, 1> max[kRows];
-      FoldMax(max, x);
-      JoinWarp<P, EachBy<Max>>(max);
-      Values<A, 1> totals[kRows];
-      Fold<Sum>(totals, Nothing{}, Map(exponential, x, Each(finite, Component<0>(max))));
-      JoinWarp<P, EachBy<Sum>>(totals);
+      const PerRow<A> total = Reduce<Sum>(Map(Exponential{}, x, Each(Finite{}, Component<0>(maxima))));
+      Part<Exponentials, 2, kHeld> joined;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) values[r] = {max[r].v[0], totals[r].v[0]};
-      exchange_.template JoinWarps<Exponentials>(values);
+      for (int r = 0; r < kRows; ++r) joined.values[r] = {maxima[r].v[0], total.value[r]};
+      return joined;
     } else {
-      FoldExponentials(values, x);
-      exchange_.template Join<Exponentials>(values);
+      return Join(PartOfExponentials(x));
     }
-    return {Component<0>(values), Component<1>(values)};
   }
 
  private:
+  struct Finite {
+    __device__ A operator()(A max) const { return Exponentials::FiniteOrZero(max); }
+  };
+  struct Exponential {
+    __device__ A operator()(A value, A origin) const { return Exp(value - origin); }
+  };
+
   // An expression, neutral to M beyond a row's edges.
   template <class M, class E>
   __device__ auto OnlyInside(const E& expression) const {
@@ -417,9 +428,10 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   // streamed row's also in runs of kRun packs, so that rounding errors grow
   // with the square root of a row's length instead of with the length.
   // kOnlyInside: for expressions that are not neutral beyond a row's edges.
-  template <class M, bool kOnlyInside = false, class Visit, class... Es>
+  static constexpr int kFoldParts = P::kAcross || kV == 1 ? 1 : 2;
+  template <class M, bool kOnlyInside = false, int kParts = kFoldParts, class Visit, class... Es>
   __device__ void Fold(Values<A, sizeof...(Es)> (&out)[kRows], const Visit& visit, const Es&... es) const {
-    constexpr int kCount = sizeof...(Es), kParts = P::kAcross || kV == 1 ? 1 : 2;
+    constexpr int kCount = sizeof...(Es);
     Values<A, kCount> run[kParts][kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
@@ -434,8 +446,10 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       for (int r = 0; r < kRows; ++r)
 #pragma unroll
         for (int k = 0; k < kCount; ++k) {
-          out[r].v[k] =
-              M::Join(out[r].v[k], kParts == 1 ? run[0][r].v[k] : M::Join(run[0][r].v[k], run[kParts - 1][r].v[k]));
+          A joined = run[0][r].v[k];
+#pragma unroll
+          for (int part = 1; part < kParts; ++part) joined = M::Join(joined, run[part][r].v[k]);
+          out[r].v[k] = M::Join(out[r].v[k], joined);
 #pragma unroll
           for (int part = 0; part < kParts; ++part) run[part][r].v[k] = M::template Identity<A>();
         }
@@ -444,7 +458,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       const auto join = [&](const auto&... values) {
 #pragma unroll
         for (int i = 0; i < kV; ++i) {
-          Values<A, kCount>& target = run[i % kParts][P::kAcross ? i : pack / kPerRow];
+          Values<A, kCount>& target = run[(kV == 1 ? pack : i) % kParts][P::kAcross ? i : pack / kPerRow];
           int k = 0;
           ((target.v[k] = M::Join(target.v[k], static_cast<A>(values(i))), ++k), ...);
         }
@@ -533,7 +547,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     A count, share;
   };
   static constexpr bool kOneWarp = P::kWarps == 1 && P::kCluster == 1;
-  static constexpr bool kOneCount = P::kAhead && !kShifted;  // the same for all rows
+  static constexpr bool kOneCount = (P::kAhead || P::kStaged) && !kShifted;  // the same for all rows
   static __device__ A ShareOf(A count) { return kOneWarp || count > 0 ? Reciprocal(count) : A{0}; }
   __device__ Count CountColumns() const {
     const A count = kOneWarp ? columns() : this->ColumnsOfWarp();

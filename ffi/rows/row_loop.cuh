@@ -48,18 +48,48 @@ using SumPlacements32 = Types<Looped<Along<8, 1, 4>, 2>,                //     3
                               Looped<Along<512, 8, 1, 16>, 1, true>>;  // 262144
 template <class T>
 using SumPlacements = std::conditional_t<sizeof(T) == 2, SumPlacements16, SumPlacements32>;
-// All rows of a thread must begin at the same place in a pack: one row at a time.
-using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                       //    185
-                                   Looped<Along<32, 2>, 2>,                      //    505
-                                   Looped<Along<32, 5>, 2, false, true>,         //   1273
-                                   Looped<Along<128, 5>, 2, false, true>,        //   5113
-                                   Looped<Along<256, 5>, 2, false, true>,        //  10233
-                                   Looped<Along<256, 5, 1, 2>, 2, false, true>,  //  20473
-                                   Looped<Along<256, 4, 1, 4>, 2, false, true>,  //  32761
-                                   Looped<Along<128, 5, 1, 8>, 2, false, true>,  //  40953
-                                   Looped<Along<256, 4, 1, 8>, 2, false, true>,  //  65529
-                                   Looped<Along<512, 4, 1, 8>, 2, true, true>,   // 131065
-                                   Looped<Along<512, 4, 1, 16>, 2, true>,        // 262137
+// Unaligned rows. Few threads with many elements: what a thread does for a row, however many it has of it, is a quarter
+// of the work.
+using StagedSumPlacements16 = Types<Staged<Along<16, 8>, 2, 3, 4>,                      //    128
+                                    Staged<Along<32, 8>, 2, 3, 4>,                      //    256
+                                    Staged<Along<32, 16>, 2, 3, 8>,                     //    512
+                                    Staged<Along<32, 33, 1, 1, 2>, 2, 3, 16>,           //   1056
+                                    Staged<Along<64, 33, 1, 1, 2>, 2, 3, 16>,           //   2112
+                                    Staged<Along<128, 33, 1, 1, 2>, 2, 3, 16>,          //   4224
+                                    Staged<Along<256, 33>, 2, 3, 16>,                   //   8448
+                                    Staged<Along<128, 33, 1, 4, 2>, 2, 3, 15, false>,   //  16896
+                                    Staged<Along<128, 40, 1, 4, 2>, 2, 3, 32, false>,   //  20480
+                                    Staged<Along<128, 33, 1, 8, 2>, 2, 3, 18, false>,   //  33792
+                                    Staged<Along<128, 50, 1, 8, 2>, 2, 3, 31, false>,   //  51200
+                                    Staged<Along<128, 33, 1, 16, 2>, 2, 3, 21, false>,  //  67584
+                                    Staged<Along<128, 50, 1, 16, 2>, 2, 3, 29, false>,  // 102400
+                                    Staged<Along<256, 33, 1, 16>, 2, 3, 23, false>,     // 135168
+                                    Staged<Along<256, 50, 1, 16>, 2, 3, 31, false>,     // 204800
+                                    Staged<Along<256, 64, 1, 16>, 2, 3, 48, false>>;    // 262144
+using StagedSumPlacements32 = Types<Staged<Along<16, 8>, 4, 3, 4>,                      //    128
+                                    Staged<Along<32, 8>, 4, 3, 4>,                      //    256
+                                    Staged<Along<32, 16>, 4, 3, 8>,                     //    512
+                                    Staged<Along<32, 33, 1, 1, 2>, 4, 3, 16>,           //   1056
+                                    Staged<Along<64, 33, 1, 1, 2>, 4, 3, 16>,           //   2112
+                                    Staged<Along<128, 33, 1, 1, 2>, 4, 3, 16>,          //   4224
+                                    Staged<Along<256, 33>, 4, 3, 16>,                   //   8448
+                                    Staged<Along<128, 25, 1, 4, 3>, 4, 3, 15, false>,   //  12800
+                                    Staged<Along<128, 20, 1, 8, 3>, 4, 3, 10, false>,   //  20480
+                                    Staged<Along<128, 33, 1, 8, 2>, 4, 3, 18, false>,   //  33792
+                                    Staged<Along<128, 25, 1, 16, 3>, 4, 3, 12, false>,  //  51200
+                                    Staged<Along<128, 33, 1, 16, 2>, 4, 3, 21, false>,  //  67584
+                                    Staged<Along<256, 25, 1, 16>, 4, 3, 14, false>,     // 102400
+                                    Staged<Along<256, 33, 1, 16>, 4, 3, 23, false>>;    // 135168
+static_assert(WithoutGaps(StagedSumPlacements16()) && WithoutGaps(StagedSumPlacements32()));
+template <class T>
+using StagedSumPlacements = std::conditional_t<sizeof(T) == 2, StagedSumPlacements16, StagedSumPlacements32>;
+// What these leave: short rows, and where a third input leaves too little shared memory. All rows of a thread must
+// begin at the same place in a pack: one row at a time.
+using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                      //    185
+                                   Looped<Along<32, 2>, 2>,                     //    505
+                                   Looped<Along<128, 5>, 2, false, true>,       //   5113
+                                   Looped<Along<512, 4>, 2, true>,              //  16377
+                                   Looped<Along<512, 4, 1, 8>, 2, true, true>,  // 131065
                                    Looped<Along<512, 2, 1, 16>, 2>>;
 using ShortSumPlacements =
     Types<Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 4>, 2, true>,
@@ -110,9 +140,14 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
     };
     auto scalars = op.Scalars(row), next_scalars = scalars_of(begin + step);
     WaitCopies<kStages - 2>();
+    if constexpr (RowType::P::kStaged) row.Sync();
     auto part = begin_row(row, 0, scalars);
     row.Post(part);
     for (int stage = 0; begin < end; begin += step) {
+      if constexpr (RowType::P::kStaged) {
+        WaitCopies<kStages - 3>();
+        row.Sync();
+      }
       fetch(ahead, begin + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
       const bool more = begin + step < end;
       const auto later_scalars = scalars_of(begin + 2 * step);
@@ -120,7 +155,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
       RowType next = row;
       if (more) {
         turn(next, begin + step);
-        WaitCopies<kStages - 2>();
+        if constexpr (!RowType::P::kStaged) WaitCopies<kStages - 2>();
         part = begin_row(next, next_stage, next_scalars);
       }
       const auto joined = row.template Collect<decltype(part)>();
@@ -135,6 +170,10 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
   } else {
     auto scalars = op.Scalars(row);
     for (int stage = 0; begin < end; begin += step) {
+      if constexpr (RowType::P::kStaged) {
+        WaitCopies<kStages - 2>();
+        row.Sync();
+      }
       fetch(ahead, begin + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
       RowType next = row;
       auto upcoming = scalars;
@@ -146,7 +185,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
         }
         upcoming = op.Scalars(next);
       }
-      WaitCopies<kStages - 1>();
+      if constexpr (!RowType::P::kStaged) WaitCopies<kStages - 1>();
       row.SetStage(stage);
       op(row, parameters, scalars, sums...);
       row.Follow(next);
@@ -193,15 +232,17 @@ inline constexpr int kTeamSumBytes =
 template <int kSlots, Lay kLay>
 using GroupsOf = Axes<kSlots, GeometryOf<kSlots, kLay>::kRowAxes>;
 
-// Rows of adjacent elements and with parameters for all of them lie at even distances: where one begins costs a
-// product.
+// Rows of adjacent elements, without broadcast operands or with the same for all of them, lie at even distances: where
+// one begins costs a product.
 template <class P, Lay kLay, class Op>
-using LoopGeometry = std::conditional_t<kLay == Lay::kGeneral || Op::kParameters == 0, GeometryOf<Op::kSlots, kLay>,
-                                        Geometry<Op::kSlots, 1, 1>>;
+using LoopGeometry =
+    std::conditional_t<kLay == Lay::kGeneral || (Op::kParameters == 0 && Op::kBroadcasts != 0),
+                       GeometryOf<Op::kSlots, kLay>, Geometry<Op::kSlots, 1, 1, /*kCopied=*/Op::kInputs == 2>>;
 template <class P, int kV, Lay kLay, class A, class Op>
-using LoopRow =
+using LoopRow = std::conditional_t<
+    P::kStaged, StagedRow<Row<P, kV, kLay, A, LoopGeometry<P, kLay, Op>, /*kPadded=*/true>, Op::kParameters>,
     FetchedRow<Row<P, kV, kLay, A, LoopGeometry<P, kLay, Op>, kLay == Lay::kPlain && Op::kPadded && (P::kPacks > 0)>,
-               Op::kParameters>;
+               Op::kParameters>>;
 
 template <class P, int kV, Lay kLay, class A, class Op>
 __device__ __forceinline__ void SumRows(const Op& op, const LoopGeometry<P, kLay, Op>& geometry,
@@ -321,6 +362,7 @@ template <class T, class U, class Op, int kMore>
 bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
                    const SumResults<Accumulator<T>>& results, cudaError_t* status) {
   using A = Accumulator<T>;
+  const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
   if constexpr (!std::is_same_v<A, double>) {
     constexpr int kV = kPackOf<T, U>;
     constexpr bool kFull = std::is_same_v<T, U> && !std::is_same_v<T, __half> && !Op::kShort;
@@ -331,43 +373,30 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& sha
     if (!shape.across && layouts.plain) {
       done = LaunchSumPlacement<Packs, kV, Lay::kPlain, A>(stream, op, layouts, results, status);
     } else if (!shape.across && shape.columns.count == 1) {
-      done = LaunchSumPlacement<ShiftedPacks, kV, Lay::kShifted, A>(stream, op, layouts, results, status);
+      if constexpr (kFull) {
+        done = LaunchSumPlacement<StagedSumPlacements<T>, 1, Lay::kPlain, A>(stream, op, elements, results, status);
+      }
+      // A multiple of a pack's elements keeps each thread on the same columns.
+      SumResults<A> fewer = results;
+      if (fewer.chunks > kV) fewer.chunks -= fewer.chunks % kV;
+      done = done || LaunchSumPlacement<ShiftedPacks, kV, Lay::kShifted, A>(stream, op, layouts, fewer, status);
     }
     if (done) return true;
   }
-  const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
   return LaunchSumPlacement<ElementSumPlacements, 1, Lay::kGeneral, A>(stream, op, elements, results, status);
 }
 
-// Blocks that stay while rows go by, in one group. Unaligned rows begin at the same place in a pack as every
-// `alike`-th row after them, and a block that keeps to those shifts the parameters once. alike = 1: it does by itself,
-// taking every `clusters`-th row. Else clusters divide the rows, ordered by where they begin, among themselves.
+// Blocks that stay while rows go by, in one group.
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
-    RowStreamKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry,
-                    int alike) {
+    RowStreamKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry) {
   if constexpr (kRunsHere<P>) {
     using RowType = LoopRow<P, kV, kLay, A, Op>;
     extern __shared__ __align__(16) char shared[];
     const int64_t rows = geometry.rows.total, cluster = blockIdx.x / P::kCluster, clusters = gridDim.x / P::kCluster;
     RowType row(geometry, shared, op.Inputs());
     const auto move = [&](RowType& row, int64_t first) { row.MoveToTeam(first, rows, {}); };
-    if constexpr (kLay == Lay::kShifted && P::kCluster > 1) {
-      static_assert(RowType::kBlockRows == 1);
-      int64_t begin = cluster, step = clusters, end = rows, before = 0;
-      for (int start = 0; start < alike; ++start) {
-        if (alike > 1) {
-          const int64_t count = (rows - start + alike - 1) / alike;  // of rows that begin as row `start` does
-          begin = start + max(rows * cluster / clusters - before, int64_t{0}) * alike;
-          end = start + min(rows * (cluster + 1) / clusters - before, count) * alike;
-          step = alike;
-          before += count;
-        }
-        if (begin < end) LoopOverRows(row, op, begin, step, end, move);
-      }
-    } else {
-      LoopOverRows(row, op, cluster * RowType::kBlockRows, clusters * RowType::kBlockRows, rows, move);
-    }
+    LoopOverRows(row, op, cluster * RowType::kBlockRows, clusters * RowType::kBlockRows, rows, move);
   }
 }
 
@@ -387,20 +416,24 @@ bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::
         Grid grid = {0, P::kThreads, P::kCluster, static_cast<size_t>(RowType::SharedBytes(op.Inputs()))};
         static PerDevice resident;
         int64_t clusters = resident.Get([&] { return ResidentClusters(kernel, grid); });
-        int alike = 1;
-        if (kLay == Lay::kShifted) {
+        if (kLay == Lay::kShifted) {  // a thread's rows must begin at the same place in a pack
+          int64_t alike = 1;
           while (alike * P::kTeams * layouts.rows.strides[0][0] % kV) ++alike;
-          if (P::kCluster == 1 || clusters % alike * 12 <= clusters) {  // few are left out
-            clusters -= clusters % alike;
-            alike = 1;
-          }
+          clusters -= clusters % alike;
         }
         if (clusters == 0 || rows < 2 * clusters * RowType::kBlockRows) return false;
         grid.blocks = clusters * P::kCluster;
-        *status = Launch(stream, kernel, grid, op, layouts.template To<LoopGeometry<P, kLay, Op>>(), alike);
+        *status = Launch(stream, kernel, grid, op, layouts.template To<LoopGeometry<P, kLay, Op>>());
         return true;
       });
 }
+
+// The longest unaligned rows of a forward pass, from 67585 columns of kBytes each.
+template <int kBytes>
+using LongStaged = Types<Staged<Along<128, 50, 1, 16, 2>, kBytes, 3, 29>,  // 102400
+                         Staged<Along<128, 66, 1, 16, 2>, kBytes, 3, 46>,  // 135168
+                         Staged<Along<256, 50, 1, 16>, kBytes, 3, 31>,     // 204800
+                         Staged<Along<256, 64, 1, 16>, kBytes, 3, 48>>;    // 262144
 
 // Runs op over rows of adjacent elements in one wave of blocks; false where LaunchRows should. Tables::kFewPairs: up to
 // so many pairs of bytes a row, a kernel that holds a row and ends is as fast.
@@ -416,7 +449,10 @@ bool LaunchRowStream(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
       return shape.columns.total > Tables::kFewPairs * int64_t{sizeof(T) / 2} &&
              LaunchStreamPlacement<typename Tables::Plain, kV, Lay::kPlain, A>(stream, op, layouts, status);
     }
-    return shape.columns.count == 1 &&
+    if (shape.columns.count > 1) return false;
+    static_assert(WithoutGaps(typename Tables::Staged()));
+    const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
+    return LaunchStreamPlacement<typename Tables::Staged, 1, Lay::kPlain, A>(stream, op, elements, status) ||
            LaunchStreamPlacement<typename Tables::Shifted, kV, Lay::kShifted, A>(stream, op, layouts, status);
   }
   return false;

@@ -90,9 +90,15 @@ class RowPacks {
   static_assert(kHeld || P::kRows == 1);
 
   explicit __device__ RowPacks(const G& geometry)
-      : geometry_(geometry),
-        lane_((P::kAcross ? threadIdx.x / P::kTeams : threadIdx.x % P::kLanes) +
-              (P::kCluster > 1 ? P::kLanes * ClusterRank() : 0)) {}
+      : geometry_(geometry), lane_(P::kAcross ? threadIdx.x / P::kTeams : threadIdx.x % P::kLanes) {
+    if constexpr (P::kStaged && P::kCluster > 1) {
+      const int share = StagedColumns<P>(columns());
+      lane_ += share * ClusterRank();
+      end_ = min(columns(), share * static_cast<int>(ClusterRank() + 1));
+    } else if constexpr (P::kCluster > 1) {
+      lane_ += P::kLanes * ClusterRank();
+    }
+  }
 
   // Turns to the rows first, first + every, ... of a group whose offsets are
   // given; across, to kV rows from `first`. From `end` on the last rows are
@@ -182,8 +188,13 @@ class RowPacks {
   // The packs that hold columns of the row, whatever kPadded.
   template <class Fn>
   __device__ void ForEachPackInside(Fn fn) const {
-    ForEachPackBefore(columns(), fn);
+    ForEachPackBefore(end(), fn);
   }
+
+  // Where the columns end that this block may have.
+  __device__ int end() const { return P::kStaged && P::kCluster > 1 ? end_ : columns(); }
+  // Whether a pack begins before that.
+  __device__ bool Begins(int pack, int column) const { return pack % kPerRow < P::kSure || column < end(); }
 
   // Whether all positions of a pack belong to the row.
   __device__ bool Whole(int column) const {
@@ -273,7 +284,7 @@ class RowPacks {
 
   template <class T>
   __device__ void Write(T* tensor, int pack, int column, const Pack<T, kV>& values) const {
-    if (!live(pack) || (kPadded && column >= columns())) return;
+    if (!live(pack) || (kPadded && !Begins(pack, column))) return;
     T* const target = tensor + Offset(0, pack, column);
     if (Whole(column)) {
       *reinterpret_cast<Pack<T, kV>*>(target) = values;
@@ -289,8 +300,8 @@ class RowPacks {
   // Packs of a streamed row that are read at once. What is not plain takes several times the instructions a pack:
   // unrolled four times it would be a third of a kernel's file.
   static constexpr int kUnrolled = kLay == Lay::kPlain ? 4 : 2;
-  static constexpr int kWide = P::kAcross ? 1 : kV;                    // columns a pack
-  static constexpr int kColumnStep = P::kLanes * P::kCluster * kWide;  // from a thread's pack to its next
+  static constexpr int kWide = P::kAcross ? 1 : kV;                                       // columns a pack
+  static constexpr int kColumnStep = P::kLanes * (P::kStaged ? 1 : P::kCluster) * kWide;  // from a pack to the next
 
   // For the packs that begin before `to`.
   template <class Fn>
@@ -313,13 +324,13 @@ class RowPacks {
   __device__ int ColumnsOfWarp() const {
     constexpr int kSpan = P::kWarpLanes * kWide;  // of the warp's packs, which lie side by side
     int inside = 0;
-    const auto add = [&](int column) { inside += max(0, min(column + kSpan, columns()) - max(column, 0)); };
+    const auto add = [&](int column) { inside += max(0, min(column + kSpan, end()) - max(column, 0)); };
     const int first = FirstColumn(0) - lane_ % P::kWarpLanes * kWide;
     if constexpr (kHeld) {
 #pragma unroll
       for (int k = 0; k < P::kPacks; ++k) add(first + k * kColumnStep);
     } else {
-      for (int column = first; column < columns(); column += kColumnStep) add(column);
+      for (int column = first; column < end(); column += kColumnStep) add(column);
     }
     return inside;
   }
@@ -334,8 +345,9 @@ class RowPacks {
     return P::kAcross ? offsets_[0][kSlot] + r * geometry_.steps[kSlot] : offsets_[r][kSlot];
   }
 
-  const G& geometry_;
-  int lane_;
+  const std::conditional_t<G::kCopied, G, const G&> geometry_;
+  int lane_;     // of the row's packs, the thread's first
+  int end_ = 0;  // see end()
   int64_t offsets_[kStarts][G::kSlots];
   // Of unaligned rows: the columns of their first pack that come before the row, and where the tensor ends, counted
   // from column 0, if that is within a row's last pack.

@@ -108,6 +108,7 @@ template <class T>
 T __shfl_xor_sync(unsigned, T value, int distance) {
   return emulator::Shuffle(value, static_cast<int>(threadIdx.x % 32) ^ distance);
 }
+inline void __syncwarp() { emulator::Exchange(0, static_cast<int>(threadIdx.x % 32)); }
 template <class T>
 T __ldg(const T* source) {
   return *source;

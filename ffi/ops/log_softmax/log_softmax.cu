@@ -20,18 +20,36 @@ struct LogSoftmaxForward : LogitsOp<kGiven, 1, /*kRowValues=*/true> {
         total_out(rows::DataOrNull<A>(call.total)) {}
 
   __device__ void operator()(auto& row) const {
-    constexpr A kMasked = -std::numeric_limits<A>::infinity();
     options.Narrow(row);
+    (*this)(row, 0, 0);
+  }
+  __device__ void operator()(auto& row, int, int) const {
     const auto [z, visible] = options.Load(row, x);
-    const auto sums = row.ReduceExponentials(z);
+    Finish(row, z, visible, row.ReduceExponentials(z));
+  }
+  // The same in two halves.
+  template <class Visit>
+  __device__ void ForEachInput(const Visit& visit) const {
+    visit.template operator()<0>(x);
+  }
+  __device__ auto Begin(const auto& row, int, int) const { return row.PartOfExponentials(options.Load(row, x).first); }
+  __device__ void End(const auto& row, int, int, const auto& sums) const {
+    const auto [z, visible] = options.Load(row, x);
+    Finish(row, z, visible, sums);
+  }
+
+ private:
+  __device__ void Finish(const auto& row, const auto& z, const auto& visible, const auto& sums) const {
+    constexpr A kMasked = -std::numeric_limits<A>::infinity();
+    const auto max = sums.template Component<0>(), total = sums.template Component<1>();
     if (max_out) {
-      row.template StoreRow<LogitsCall::kRow>(max_out, sums.max);
-      row.template StoreRow<LogitsCall::kRow>(total_out, sums.total);
+      row.template StoreRow<LogitsCall::kRow>(max_out, max);
+      row.template StoreRow<LogitsCall::kRow>(total_out, total);
     }
-    const auto log_total = row.Each([](A total) { return rows::Log(total); }, sums.total);
+    const auto log_total = row.Each([](A total) { return rows::Log(total); }, total);
     const auto difference = [](A value, A max, A log_total) { return (value - max) - log_total; };
-    const auto y_of_visible = rows::Map(difference, z, sums.max, log_total);
-    if (options.Ordinary(row, sums.total)) {
+    const auto y_of_visible = rows::Map(difference, z, max, log_total);
+    if (options.Ordinary(row, total)) {
       row.Store(y, y_of_visible, kMasked);
     } else {
       row.Store(y, rows::Map([](A value, bool seen) { return seen ? value : kMasked; }, y_of_visible, visible),
@@ -66,7 +84,6 @@ struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
     visit.template operator()<1>(dy);
   }
   __device__ void Narrow(auto& row) const { options.Narrow(row); }
-  __device__ int Parameters(const auto&) const { return 0; }
   template <class Value>
   struct OfRow {
     Value scale, max, total;
@@ -83,9 +100,26 @@ struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
   __device__ void operator()(auto& row, int, const auto& values, auto&... sums_of_columns) const {
     const auto cotangent = row.template Load<1>(dy);
     const auto [z, visible] = options.Load(row, x);
-    const auto g = rows::Map([](A g, bool seen) { return seen ? g : A{0}; }, cotangent, visible);
+    const auto g = Visible(cotangent, visible);
+    Finish(row, z, visible, g, values, row.Join(row.template PartOf<rows::Sum>(g)), sums_of_columns...);
+  }
+  // The same in two halves.
+  __device__ auto Begin(const auto& row, int, const auto&) const {
+    return row.template PartOf<rows::Sum>(Visible(row.template Load<1>(dy), options.Visible(row)));
+  }
+  __device__ void End(auto& row, int, const auto& values, const auto& sums) const {
+    const auto [z, visible] = options.Load(row, x);
+    Finish(row, z, visible, Visible(row.template Load<1>(dy), visible), values, sums);
+  }
+
+ private:
+  static __device__ auto Visible(const auto& cotangent, const auto& visible) {
+    return rows::Map([](A g, bool seen) { return seen ? g : A{0}; }, cotangent, visible);
+  }
+  __device__ void Finish(auto& row, const auto& z, const auto& visible, const auto& g, const auto& values,
+                         const auto& sums, auto&... sums_of_columns) const {
     const auto factor =
-        row.Each([](A sum, A total) { return sum / total; }, row.template Reduce<rows::Sum>(g), values.total);
+        row.Each([](A sum, A total) { return sum / total; }, sums.template Component<0>(), values.total);
     const auto gradient = [](A g, A value, bool seen, A max, A factor) {
       return seen ? g - rows::Exp(value - max) * factor : A{0};
     };

@@ -152,9 +152,48 @@ struct LogitsOp {
   static constexpr int kInputs = kInputs_, kSlots = kNone ? LogitsCall::kFull + 1 + kRowValues : LogitsCall::kSlots,
                        kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
   static constexpr int kParameters = 0, kSums = 1, kSumSlot = LogitsCall::kSum;
-  static constexpr bool kShort = !kNone, kPadded = false;
+  static constexpr bool kShort = !kNone, kPadded = kNone && kInputs == 2;  // zeros are no logits, but cotangents
   __host__ __device__ int Inputs() const { return kInputs; }
+  __device__ int Parameters(const auto&) const { return 0; }
+  __device__ int Scalars(const auto&) const { return 0; }
+  __device__ void Narrow(auto&) const {}
 };
+
+// What blocks take one row after the other of: rows of more than kFewPairs pairs of bytes, and long unaligned ones. The
+// comments: columns of 16-bit elements, and how many the shortest unaligned rows have.
+template <int kInputs, int kBytes>
+struct LogitsStreams {
+  template <class P>
+  using Looped = rows::Looped<P, /*kStages=*/3, /*kShared=*/false, /*kKept=*/true>;
+  static constexpr int64_t kFewPairs = 131072;
+  using Short = Looped<rows::Along<512, 4, 1, 16>>;  // 262144
+  using Plain =
+      std::conditional_t<kInputs == 1, Types<Short, Looped<rows::Along<512, 8, 1, 16>>>, Types<Short>>;  // 524288
+  template <class P, int kSure>
+  using OneByOne = rows::Staged<P, kBytes, 3, kSure>;
+  using OneInput16 = Joined<Types<OneByOne<rows::Along<128, 33, 1, 16, 2>, 24>>,  // 57345
+                            rows::LongStaged<kBytes>>;
+  using OneInput32 =
+      Joined<Types<OneByOne<rows::Along<128, 33, 1, 8, 2>, 26>,  // 28673
+                   OneByOne<rows::Along<128, 50, 1, 8, 2>, 31>, OneByOne<rows::Along<128, 33, 1, 16, 2>, 21>>,
+             rows::LongStaged<kBytes>>;
+  using TwoInputs = Types<OneByOne<rows::Along<128, 40, 1, 4, 3>, 31>,  // 16385
+                          OneByOne<rows::Along<128, 33, 1, 8, 2>, 18>, OneByOne<rows::Along<128, 50, 1, 8, 2>, 31>,
+                          OneByOne<rows::Along<128, 33, 1, 16, 2>, 21>, OneByOne<rows::Along<128, 50, 1, 16, 2>, 29>,
+                          OneByOne<rows::Along<256, 33, 1, 16>, 23>, OneByOne<rows::Along<256, 50, 1, 16>, 31>,
+                          OneByOne<rows::Along<256, 64, 1, 16>, 48>>;
+  using Staged = std::conditional_t<kInputs == 2, TwoInputs, std::conditional_t<kBytes == 2, OneInput16, OneInput32>>;
+  using Shifted = Types<>;
+};
+
+// Runs an op without options.
+template <class T, class U, class Op>
+cudaError_t LaunchLogits(cudaStream_t stream, const Op& op, const LogitsCall& call) {
+  cudaError_t status = cudaSuccess;
+  const bool streamed =
+      rows::LaunchRowStream<LogitsStreams<Op::kInputs, sizeof(T)>, T, U>(stream, op, call.shape, &status);
+  return streamed ? status : rows::LaunchRows<T, U>(stream, op, call.shape);
+}
 
 // ParseLogits for the kernels, which count from a query to its keys in 32 bits.
 inline Error ParseLogitsOnDevice(const char* handler, bool backward, const LogitsAttributes& attributes,
@@ -182,7 +221,7 @@ Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::Remaini
       }
       return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape));
     }
-    return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kNone, T, U>(call), call.shape));
+    return FromCuda(handler, LaunchLogits<T, U>(stream, Op<Given::kNone, T, U>(call), call));
   });
 }
 
@@ -205,7 +244,7 @@ Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall&
     if (call.has_options()) {
       return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape));
     }
-    return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kNone, T, U>(call), call.shape));
+    return FromCuda(handler, LaunchLogits<T, U>(stream, Op<Given::kNone, T, U>(call), call));
   });
 }
 

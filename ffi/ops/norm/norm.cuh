@@ -262,18 +262,21 @@ struct NormStreams {
                       std::conditional_t<sizeof(T) == 2, Looped<rows::Along<256, 8, 1, 16>, 3, false>,
                                          std::conditional_t<kCentred, Looped<rows::Along<256, 16, 1, 16>, 3, false>,
                                                             Looped<rows::Along<512, 8, 1, 16>, 3, false>>>>;
-  // Few threads with many packs: what a thread does for a row, however many packs it has of it, is a third of the work.
-  using Shifted = Types<Kept<rows::Along<4, 5>>,               //   153
-                        Kept<rows::Along<16, 5>>,              //   633
-                        Kept<rows::Along<32, 5>>,              //  1273
-                        Kept<rows::Along<64, 5>>,              //  2553
-                        Kept<rows::Along<128, 5, 1, 1, 4>>,    //  5113
-                        Kept<rows::Along<128, 5, 1, 2, 3>>,    // 10233
-                        Kept<rows::Along<128, 5, 1, 4, 3>>,    // 20473
-                        Kept<rows::Along<256, 4, 1, 4, 2>>,    // 32761
-                        Kept<rows::Along<128, 5, 1, 8, 3>>,    // 40953
-                        Kept<rows::Along<256, 4, 1, 8, 2>>,    // 65529
-                        Kept<rows::Along<256, 4, 1, 16, 2>>>;  // 131065
+  template <class P, int kSure>
+  using OneByOne = rows::Staged<P, sizeof(T), 3, kSure>;
+  using Staged = Joined<Types<OneByOne<rows::Along<16, 8>, 4>,                //    128
+                              OneByOne<rows::Along<32, 8>, 4>,                //    256
+                              OneByOne<rows::Along<32, 16>, 8>,               //    512
+                              OneByOne<rows::Along<32, 33, 1, 1, 2>, 16>,     //   1056
+                              OneByOne<rows::Along<64, 33, 1, 1, 2>, 16>,     //   2112
+                              OneByOne<rows::Along<128, 33, 1, 1, 3>, 16>,    //   4224
+                              OneByOne<rows::Along<128, 33, 1, 2, 2>, 16>,    //   8448
+                              OneByOne<rows::Along<128, 40, 1, 4, 3>, 15>,    //  20480
+                              OneByOne<rows::Along<128, 33, 1, 8, 2>, 18>,    //  33792
+                              OneByOne<rows::Along<128, 50, 1, 8, 2>, 31>,    //  51200
+                              OneByOne<rows::Along<128, 33, 1, 16, 2>, 21>>,  // 67584
+                        rows::LongStaged<sizeof(T)>>;
+  using Shifted = Types<Kept<rows::Along<4, 5>>>;  // shorter ones
 };
 
 template <bool kCentred>

@@ -15,20 +15,38 @@ struct SoftmaxForward : LogitsOp<kGiven, 1> {
 
   __device__ void operator()(auto& row) const {
     options.Narrow(row);
+    (*this)(row, 0, 0);
+  }
+  __device__ void operator()(auto& row, int, int) const {
     const auto [z, visible] = options.Load(row, x);
-    const auto sums = row.ReduceExponentials(z);
+    Finish(row, z, visible, row.ReduceExponentials(z));
+  }
+  // The same in two halves.
+  template <class Visit>
+  __device__ void ForEachInput(const Visit& visit) const {
+    visit.template operator()<0>(x);
+  }
+  __device__ auto Begin(const auto& row, int, int) const { return row.PartOfExponentials(options.Load(row, x).first); }
+  __device__ void End(const auto& row, int, int, const auto& sums) const {
+    const auto [z, visible] = options.Load(row, x);
+    Finish(row, z, visible, sums);
+  }
+
+ private:
+  __device__ void Finish(const auto& row, const auto& z, const auto& visible, const auto& sums) const {
+    const auto max = sums.template Component<0>(), sum = sums.template Component<1>();
     const auto y_of_visible = [&] {
       if constexpr (sizeof(U) > 2) {
         using Quotient = rows::Divisor<A>;
-        const auto total = row.Each([](A sum) { return Quotient(sum); }, sums.total);
+        const auto total = row.Each([](A sum) { return Quotient(sum); }, sum);
         const auto quotient = [](A value, A max, Quotient sum) { return rows::PreciseExp(value - max) / sum; };
-        return rows::Map(quotient, z, sums.max, total);
+        return rows::Map(quotient, z, max, total);
       } else {
-        const auto log2_sum = row.Each([](A sum) { return rows::Log2(sum); }, sums.total);
-        return rows::Map([](A value, A max, A sum) { return rows::ExpOver(value - max, sum); }, z, sums.max, log2_sum);
+        const auto log2_sum = row.Each([](A sum) { return rows::Log2(sum); }, sum);
+        return rows::Map([](A value, A max, A sum) { return rows::ExpOver(value - max, sum); }, z, max, log2_sum);
       }
     }();
-    if (options.Ordinary(row, sums.total)) {
+    if (options.Ordinary(row, sum)) {
       row.Store(y, y_of_visible);
     } else {
       row.Store(y, rows::Map([](A value, bool seen) { return seen ? value : A{0}; }, y_of_visible, visible));
@@ -55,7 +73,6 @@ struct SoftmaxBackward : LogitsOp<kGiven, 2> {
     visit.template operator()<1>(dy);
   }
   __device__ void Narrow(auto& row) const { options.Narrow(row); }
-  __device__ int Parameters(const auto&) const { return 0; }
   __device__ auto Scalars(const auto& row) const { return options.Scale(row); }
   __device__ void operator()(auto& row) const {
     Narrow(row);
@@ -65,10 +82,26 @@ struct SoftmaxBackward : LogitsOp<kGiven, 2> {
   __device__ void operator()(auto& row, int, const auto& scale, auto&... sums_of_columns) const {
     const auto p = row.template Load<0>(y);
     const auto cotangent = row.template Load<1>(dy);
-    const auto product = [mask = !kNone && masked](A p, A g) { return mask && p == 0 ? A{0} : p * g; };
-    const auto dot = row.template Reduce<rows::Sum>(rows::Map(product, p, cotangent));
-    const auto gradient = [=](A p, A g, A dot) { return product(p, g - dot); };
-    const auto dz = rows::Map(gradient, p, cotangent, dot);
+    Finish(row, p, cotangent, scale, row.Join(PartOf(row, p, cotangent)), sums_of_columns...);
+  }
+  // The same in two halves.
+  __device__ auto Begin(const auto& row, int, const auto&) const {
+    return PartOf(row, row.template Load<0>(y), row.template Load<1>(dy));
+  }
+  __device__ void End(auto& row, int, const auto& scale, const auto& dots) const {
+    Finish(row, row.template Load<0>(y), row.template Load<1>(dy), scale, dots);
+  }
+
+ private:
+  __device__ A Product(A p, A g) const { return !kNone && masked && p == 0 ? A{0} : p * g; }
+  __device__ auto PartOf(const auto& row, const auto& p, const auto& cotangent) const {
+    const auto product = [this](A p, A g) { return Product(p, g); };
+    return row.template PartOf<rows::Sum>(rows::Map(product, p, cotangent));
+  }
+  __device__ void Finish(auto& row, const auto& p, const auto& cotangent, const auto& scale, const auto& dots,
+                         auto&... sums_of_columns) const {
+    const auto gradient = [this](A p, A g, A dot) { return Product(p, g - dot); };
+    const auto dz = rows::Map(gradient, p, cotangent, dots.template Component<0>());
     if constexpr (kNone) {
       row.Store(dx, dz);
     } else {
