@@ -3,10 +3,13 @@ import zlib
 
 # Before jax: eight devices wherever the tests run, unless the caller says otherwise. What takes most of their time is
 # XLA's compiler: without a GPU it may optimise less.
-flags = ["--xla_force_host_platform_device_count=8"]
-if not os.path.exists("/proc/driver/nvidia/version"):
-    flags.append("--xla_backend_optimization_level=0")
-os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_force_host_platform_device_count=8",
+        *([] if os.path.exists("/proc/driver/nvidia/version") else ["--xla_backend_optimization_level=0"]),
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+)
 
 import jax
 import numpy as np

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 # Capacities are 1, 3 or 5 times a power of two, counted in packs of V = 8, 4 or 2 elements. A row whose length is no
-# multiple of V may begin anywhere in a pack, which costs up to 2 V - 1 elements of the capacity. Staged rows are counted
-# in elements; some placements for 16 and for 32 bits differ.
+# multiple of V may begin anywhere in a pack, which costs up to 2 V - 1 elements of the capacity. Staged rows are
+# counted in elements; some placements for 16 and for 32 bits differ.
 _AROUND = (-7, -6, -3, -2, -1, 0, 1, 8)
 _NEAR = (-7, 0, 1, 8)
 _STAGED = (1056, 2112, 4224, 8448, 12800, 16896, 20480, 33792, 51200, 67584, 102400, 135168, 204800)
@@ -49,8 +49,8 @@ def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
     """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other.
 
     tool: of compute-sanitizer, the one that runs, if one does. Under racecheck, where each access to shared memory
-    costs, an eighth of the aligned rows, or 33: four for each of eight blocks. Under synccheck two where clusters of 16 blocks
-    take them (tools/sanitize_gpu.py).
+    costs, an eighth of the aligned rows, or 33: four for each of eight blocks. Under synccheck two where clusters of 16
+    blocks take them (tools/sanitize_gpu.py).
     """
     pack = 16 // np.dtype(dtype).itemsize
     shapes = [(9001, 8 * pack), (4301, 16 * pack), (2201, 32 * pack), (1101, 64 * pack)]
