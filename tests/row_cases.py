@@ -11,7 +11,7 @@ import numpy as np
 # counted in elements; some placements for 16 and for 32 bits differ.
 _AROUND = (-7, -6, -3, -2, -1, 0, 1, 8)
 _NEAR = (-7, 0, 1, 8)
-_STAGED = (1056, 2112, 4224, 8448, 12800, 16896, 20480, 33792, 51200, 67584, 102400, 135168, 204800)
+_STAGED = (1056, 2112, 4224, 8448, 12800, 16896, 20480, 33792, 51200, 67584, 102400, 135168)
 
 #: Lengths of rows of adjacent elements, aligned and unaligned, on both sides of every capacity.
 COLUMNS = sorted(

@@ -439,12 +439,13 @@ def check_placements(op, shapes, axis, dtype, rng, sampled=False):
             return [value_and_gradients(lambda x: OPS[op][0](x, axis), (x,), dy) for x, dy in zip(xs, dys, strict=True)]
 
         results = call(xs, dys)
-    # Summing many small terms beside the large ones at the edges costs some rounding on top.
+    # Summing many small terms beside the large ones at the edges costs some rounding on top, and the exponentials that
+    # are summed are within 2 ulp and half an ulp of their argument: the larger, the more draws there are.
     for x, dy, got in zip(xs, dys, results, strict=True):
         if sampled:
             rows = some_rows(rng, x.shape[0])
             x, dy, got = x[rows], dy[rows], [values[rows] for values in got]
-        assert_matches_exact(got, exact(op, x, dy, axis), f"{x.shape}", 8 if dtype == "float64" else 2)
+        assert_matches_exact(got, exact(op, x, dy, axis), f"{x.shape}", 8 if dtype == "float64" else 3)
 
 
 @every_op

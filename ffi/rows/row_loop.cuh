@@ -64,8 +64,7 @@ using StagedSumPlacements16 = Types<Staged<Along<16, 8>, 2, 3, 4>,              
                                     Staged<Along<128, 33, 1, 16, 2>, 2, 3, 21, false>,  //  67584
                                     Staged<Along<128, 50, 1, 16, 2>, 2, 3, 29, false>,  // 102400
                                     Staged<Along<256, 33, 1, 16>, 2, 3, 23, false>,     // 135168
-                                    Staged<Along<256, 50, 1, 16>, 2, 3, 31, false>,     // 204800
-                                    Staged<Along<256, 64, 1, 16>, 2, 3, 48, false>>;    // 262144
+                                    Staged<Along<256, 64, 1, 16>, 2, 3, 31, false>>;    // 262144
 using StagedSumPlacements32 = Types<Staged<Along<16, 8>, 4, 3, 4>,                      //    128
                                     Staged<Along<32, 8>, 4, 3, 4>,                      //    256
                                     Staged<Along<32, 16>, 4, 3, 8>,                     //    512
@@ -88,7 +87,6 @@ using StagedSumPlacements = std::conditional_t<sizeof(T) == 2, StagedSumPlacemen
 using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                      //    185
                                    Looped<Along<32, 2>, 2>,                     //    505
                                    Looped<Along<128, 5>, 2, false, true>,       //   5113
-                                   Looped<Along<512, 4>, 2, true>,              //  16377
                                    Looped<Along<512, 4, 1, 8>, 2, true, true>,  // 131065
                                    Looped<Along<512, 2, 1, 16>, 2>>;
 using ShortSumPlacements =
@@ -98,7 +96,7 @@ using ElementSumPlacements = Types<Looped<Along<256, 8>, 2>, Looped<Along<512, 8
 template <class P, int kStages, bool kShared, bool kKept>
 inline constexpr bool kPortable<Looped<P, kStages, kShared, kKept>> =
     kIsOneOf<Looped<P, kStages, kShared, kKept>, Looped<Along<16, 1, 2>, 2>, Looped<Along<16, 2, 2>, 2>,
-             Looped<Along<32, 2>, 2>, Looped<Along<64, 4>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>,
+             Looped<Along<64, 4>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<512, 2>, 2>,
              Looped<Along<128, 5>, 2, false, true>, Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>,
              Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 
@@ -432,8 +430,7 @@ bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::
 template <int kBytes>
 using LongStaged = Types<Staged<Along<128, 50, 1, 16, 2>, kBytes, 3, 29>,  // 102400
                          Staged<Along<128, 66, 1, 16, 2>, kBytes, 3, 46>,  // 135168
-                         Staged<Along<256, 50, 1, 16>, kBytes, 3, 31>,     // 204800
-                         Staged<Along<256, 64, 1, 16>, kBytes, 3, 48>>;    // 262144
+                         Staged<Along<256, 64, 1, 16>, kBytes, 3, 31>>;    // 262144
 
 // Runs op over rows of adjacent elements in one wave of blocks; false where LaunchRows should. Tables::kFewPairs: up to
 // so many pairs of bytes a row, a kernel that holds a row and ends is as fast.

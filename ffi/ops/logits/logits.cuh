@@ -180,8 +180,7 @@ struct LogitsStreams {
   using TwoInputs = Types<OneByOne<rows::Along<128, 40, 1, 4, 3>, 31>,  // 16385
                           OneByOne<rows::Along<128, 33, 1, 8, 2>, 18>, OneByOne<rows::Along<128, 50, 1, 8, 2>, 31>,
                           OneByOne<rows::Along<128, 33, 1, 16, 2>, 21>, OneByOne<rows::Along<128, 50, 1, 16, 2>, 29>,
-                          OneByOne<rows::Along<256, 33, 1, 16>, 23>, OneByOne<rows::Along<256, 50, 1, 16>, 31>,
-                          OneByOne<rows::Along<256, 64, 1, 16>, 48>>;
+                          OneByOne<rows::Along<256, 33, 1, 16>, 23>, OneByOne<rows::Along<256, 64, 1, 16>, 31>>;
   using Staged = std::conditional_t<kInputs == 2, TwoInputs, std::conditional_t<kBytes == 2, OneInput16, OneInput32>>;
   using Shifted = Types<>;
 };
