@@ -50,35 +50,31 @@ template <class T>
 using SumPlacements = std::conditional_t<sizeof(T) == 2, SumPlacements16, SumPlacements32>;
 // Unaligned rows. Few threads with many elements: what a thread does for a row, however many it has of it, is a quarter
 // of the work.
-using StagedSumPlacements16 = Types<Staged<Along<16, 8>, 2, 3, 4>,                      //    128
-                                    Staged<Along<32, 8>, 2, 3, 4>,                      //    256
-                                    Staged<Along<32, 16>, 2, 3, 8>,                     //    512
-                                    Staged<Along<32, 33, 1, 1, 2>, 2, 3, 16>,           //   1056
-                                    Staged<Along<64, 33, 1, 1, 2>, 2, 3, 16>,           //   2112
-                                    Staged<Along<128, 33, 1, 1, 2>, 2, 3, 16>,          //   4224
-                                    Staged<Along<256, 33>, 2, 3, 16>,                   //   8448
-                                    Staged<Along<128, 33, 1, 4, 2>, 2, 3, 15, false>,   //  16896
-                                    Staged<Along<128, 40, 1, 4, 2>, 2, 3, 32, false>,   //  20480
-                                    Staged<Along<128, 33, 1, 8, 2>, 2, 3, 18, false>,   //  33792
-                                    Staged<Along<128, 50, 1, 8, 2>, 2, 3, 31, false>,   //  51200
-                                    Staged<Along<128, 33, 1, 16, 2>, 2, 3, 21, false>,  //  67584
-                                    Staged<Along<128, 50, 1, 16, 2>, 2, 3, 29, false>,  // 102400
-                                    Staged<Along<256, 33, 1, 16>, 2, 3, 23, false>,     // 135168
-                                    Staged<Along<256, 64, 1, 16>, 2, 3, 31, false>>;    // 262144
-using StagedSumPlacements32 = Types<Staged<Along<16, 8>, 4, 3, 4>,                      //    128
-                                    Staged<Along<32, 8>, 4, 3, 4>,                      //    256
-                                    Staged<Along<32, 16>, 4, 3, 8>,                     //    512
-                                    Staged<Along<32, 33, 1, 1, 2>, 4, 3, 16>,           //   1056
-                                    Staged<Along<64, 33, 1, 1, 2>, 4, 3, 16>,           //   2112
-                                    Staged<Along<128, 33, 1, 1, 2>, 4, 3, 16>,          //   4224
-                                    Staged<Along<256, 33>, 4, 3, 16>,                   //   8448
-                                    Staged<Along<128, 25, 1, 4, 3>, 4, 3, 15, false>,   //  12800
-                                    Staged<Along<128, 20, 1, 8, 3>, 4, 3, 10, false>,   //  20480
-                                    Staged<Along<128, 33, 1, 8, 2>, 4, 3, 18, false>,   //  33792
-                                    Staged<Along<128, 25, 1, 16, 3>, 4, 3, 12, false>,  //  51200
-                                    Staged<Along<128, 33, 1, 16, 2>, 4, 3, 21, false>,  //  67584
-                                    Staged<Along<256, 25, 1, 16>, 4, 3, 14, false>,     // 102400
-                                    Staged<Along<256, 33, 1, 16>, 4, 3, 23, false>>;    // 135168
+template <int kBytes>
+using ShortStagedSums = Types<Staged<Along<16, 8>, kBytes, 3, 4>,              //    128
+                              Staged<Along<32, 8>, kBytes, 3, 4>,              //    256
+                              Staged<Along<32, 16>, kBytes, 3, 8>,             //    512
+                              Staged<Along<32, 33, 1, 1, 2>, kBytes, 3, 16>,   //   1056
+                              Staged<Along<64, 33, 1, 1, 2>, kBytes, 3, 16>,   //   2112
+                              Staged<Along<128, 33, 1, 1, 2>, kBytes, 3, 16>,  //   4224
+                              Staged<Along<256, 33>, kBytes, 3, 16>>;          //   8448
+using StagedSumPlacements16 =
+    Joined<ShortStagedSums<2>, Types<Staged<Along<128, 33, 1, 4, 2>, 2, 3, 15, false>,   //  16896
+                                     Staged<Along<128, 40, 1, 4, 2>, 2, 3, 32, false>,   //  20480
+                                     Staged<Along<128, 33, 1, 8, 2>, 2, 3, 18, false>,   //  33792
+                                     Staged<Along<128, 50, 1, 8, 2>, 2, 3, 31, false>,   //  51200
+                                     Staged<Along<128, 33, 1, 16, 2>, 2, 3, 21, false>,  //  67584
+                                     Staged<Along<128, 50, 1, 16, 2>, 2, 3, 29, false>,  // 102400
+                                     Staged<Along<256, 33, 1, 16>, 2, 3, 23, false>,     // 135168
+                                     Staged<Along<256, 64, 1, 16>, 2, 3, 31, false>>>;   // 262144
+using StagedSumPlacements32 =
+    Joined<ShortStagedSums<4>, Types<Staged<Along<128, 25, 1, 4, 3>, 4, 3, 15, false>,   //  12800
+                                     Staged<Along<128, 20, 1, 8, 3>, 4, 3, 10, false>,   //  20480
+                                     Staged<Along<128, 33, 1, 8, 2>, 4, 3, 18, false>,   //  33792
+                                     Staged<Along<128, 25, 1, 16, 3>, 4, 3, 12, false>,  //  51200
+                                     Staged<Along<128, 33, 1, 16, 2>, 4, 3, 21, false>,  //  67584
+                                     Staged<Along<256, 25, 1, 16>, 4, 3, 14, false>,     // 102400
+                                     Staged<Along<256, 33, 1, 16>, 4, 3, 23, false>>>;   // 135168
 static_assert(WithoutGaps(StagedSumPlacements16()) && WithoutGaps(StagedSumPlacements32()));
 template <class T>
 using StagedSumPlacements = std::conditional_t<sizeof(T) == 2, StagedSumPlacements16, StagedSumPlacements32>;

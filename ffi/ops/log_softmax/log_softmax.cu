@@ -5,40 +5,15 @@ namespace {
 
 // y = z - max - log(total), total = sum(exp(z - max)), -inf where masked; max and total are kept for the backward pass.
 template <Given kGiven, class T, class U>
-struct LogSoftmaxForward : LogitsOp<kGiven, 1, /*kRowValues=*/true> {
+struct LogSoftmaxForward : LogitsForward<LogSoftmaxForward<kGiven, T, U>, kGiven, T, U, /*kRowValues=*/true> {
+  using Base = LogitsForward<LogSoftmaxForward, kGiven, T, U, /*kRowValues=*/true>;
   using A = Accumulator<T>;
-  LogitsOptions<kGiven, A> options;
-  const T* x;
-  U* y;
+  using Base::options, Base::y;
   A *max_out, *total_out;  // null if they are not wanted
 
   explicit LogSoftmaxForward(const LogitsCall& call)
-      : options(call),
-        x(Data<T>(*call.x)),
-        y(Data<U>(*call.y)),
-        max_out(rows::DataOrNull<A>(call.max)),
-        total_out(rows::DataOrNull<A>(call.total)) {}
+      : Base(call), max_out(rows::DataOrNull<A>(call.max)), total_out(rows::DataOrNull<A>(call.total)) {}
 
-  __device__ void operator()(auto& row) const {
-    options.Narrow(row);
-    (*this)(row, 0, 0);
-  }
-  __device__ void operator()(auto& row, int, int) const {
-    const auto [z, visible] = options.Load(row, x);
-    Finish(row, z, visible, row.ReduceExponentials(z));
-  }
-  // The same in two halves.
-  template <class Visit>
-  __device__ void ForEachInput(const Visit& visit) const {
-    visit.template operator()<0>(x);
-  }
-  __device__ auto Begin(const auto& row, int, int) const { return row.PartOfExponentials(options.Load(row, x).first); }
-  __device__ void End(const auto& row, int, int, const auto& sums) const {
-    const auto [z, visible] = options.Load(row, x);
-    Finish(row, z, visible, sums);
-  }
-
- private:
   __device__ void Finish(const auto& row, const auto& z, const auto& visible, const auto& sums) const {
     constexpr A kMasked = -std::numeric_limits<A>::infinity();
     const auto max = sums.template Component<0>(), total = sums.template Component<1>();

@@ -159,6 +159,40 @@ struct LogitsOp {
   __device__ void Narrow(auto&) const {}
 };
 
+// A forward pass. Op::Finish(row, z, visible, sums) stores the results of rows whose logits are z, of which those that
+// are visible count, and sums their maximum and the sum of their exponentials.
+template <class Op, Given kGiven, class T, class U, bool kRowValues = false>
+struct LogitsForward : LogitsOp<kGiven, 1, kRowValues> {
+  using A = Accumulator<T>;
+  LogitsOptions<kGiven, A> options;
+  const T* x;
+  U* y;
+
+  explicit LogitsForward(const LogitsCall& call) : options(call), x(Data<T>(*call.x)), y(Data<U>(*call.y)) {}
+
+  __device__ void operator()(auto& row) const {
+    options.Narrow(row);
+    (*this)(row, 0, 0);
+  }
+  __device__ void operator()(auto& row, int, int) const {
+    const auto [z, visible] = options.Load(row, x);
+    op().Finish(row, z, visible, row.ReduceExponentials(z));
+  }
+  // The same in two halves.
+  template <class Visit>
+  __device__ void ForEachInput(const Visit& visit) const {
+    visit.template operator()<0>(x);
+  }
+  __device__ auto Begin(const auto& row, int, int) const { return row.PartOfExponentials(options.Load(row, x).first); }
+  __device__ void End(const auto& row, int, int, const auto& sums) const {
+    const auto [z, visible] = options.Load(row, x);
+    op().Finish(row, z, visible, sums);
+  }
+
+ private:
+  __device__ const Op& op() const { return static_cast<const Op&>(*this); }
+};
+
 // What blocks take one row after the other of: rows of more than kFewPairs pairs of bytes, and long unaligned ones. The
 // comments: columns of 16-bit elements, and how many the shortest unaligned rows have.
 template <int kInputs, int kBytes>

@@ -5,34 +5,12 @@ namespace {
 
 // y = exp(z - max) / sum(exp(z - max)), 0 where masked
 template <Given kGiven, class T, class U>
-struct SoftmaxForward : LogitsOp<kGiven, 1> {
+struct SoftmaxForward : LogitsForward<SoftmaxForward<kGiven, T, U>, kGiven, T, U> {
+  using Base = LogitsForward<SoftmaxForward, kGiven, T, U>;
   using A = Accumulator<T>;
-  LogitsOptions<kGiven, A> options;
-  const T* x;
-  U* y;
+  using Base::Base;
+  using Base::options, Base::y;
 
-  explicit SoftmaxForward(const LogitsCall& call) : options(call), x(Data<T>(*call.x)), y(Data<U>(*call.y)) {}
-
-  __device__ void operator()(auto& row) const {
-    options.Narrow(row);
-    (*this)(row, 0, 0);
-  }
-  __device__ void operator()(auto& row, int, int) const {
-    const auto [z, visible] = options.Load(row, x);
-    Finish(row, z, visible, row.ReduceExponentials(z));
-  }
-  // The same in two halves.
-  template <class Visit>
-  __device__ void ForEachInput(const Visit& visit) const {
-    visit.template operator()<0>(x);
-  }
-  __device__ auto Begin(const auto& row, int, int) const { return row.PartOfExponentials(options.Load(row, x).first); }
-  __device__ void End(const auto& row, int, int, const auto& sums) const {
-    const auto [z, visible] = options.Load(row, x);
-    Finish(row, z, visible, sums);
-  }
-
- private:
   __device__ void Finish(const auto& row, const auto& z, const auto& visible, const auto& sums) const {
     const auto max = sums.template Component<0>(), sum = sums.template Component<1>();
     const auto y_of_visible = [&] {
