@@ -428,8 +428,8 @@ using LongStaged = Types<Staged<Along<128, 50, 1, 16, 2>, kBytes, 3, 29>,  // 10
                          Staged<Along<128, 66, 1, 16, 2>, kBytes, 3, 46>,  // 135168
                          Staged<Along<256, 64, 1, 16>, kBytes, 3, 31>>;    // 262144
 
-// Runs op over rows of adjacent elements in one wave of blocks; false where LaunchRows should. Tables::kFewPairs: up to
-// so many pairs of bytes a row, a kernel that holds a row and ends is as fast.
+// Runs op over rows of adjacent elements in one wave of blocks; false where LaunchRows should. Tables::kFewColumns:
+// up to so many, a kernel that holds a row and ends is as fast.
 template <class Tables, class T, class U, class Op, int kMore>
 bool LaunchRowStream(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape, cudaError_t* status) {
   using A = Accumulator<T>;
@@ -439,7 +439,7 @@ bool LaunchRowStream(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     if (!layouts.rows_alike) return false;
     if (layouts.plain) {
-      return shape.columns.total > Tables::kFewPairs * int64_t{sizeof(T) / 2} &&
+      return shape.columns.total > Tables::kFewColumns &&
              LaunchStreamPlacement<typename Tables::Plain, kV, Lay::kPlain, A>(stream, op, layouts, status);
     }
     if (shape.columns.count > 1) return false;

@@ -193,13 +193,13 @@ struct LogitsForward : LogitsOp<kGiven, 1, kRowValues> {
   __device__ const Op& op() const { return static_cast<const Op&>(*this); }
 };
 
-// What blocks take one row after the other of: rows of more than kFewPairs pairs of bytes, and long unaligned ones. The
+// What blocks take one row after the other of: rows of more than kFewColumns columns, and long unaligned ones. The
 // comments: columns of 16-bit elements, and how many the shortest unaligned rows have.
 template <int kInputs, int kBytes>
 struct LogitsStreams {
   template <class P>
   using Looped = rows::Looped<P, /*kStages=*/3, /*kShared=*/false, /*kKept=*/true>;
-  static constexpr int64_t kFewPairs = 131072;
+  static constexpr int64_t kFewColumns = 262144 / kBytes;
   using Short = Looped<rows::Along<512, 4, 1, 16>>;  // 262144
   using Plain =
       std::conditional_t<kInputs == 1, Types<Short, Looped<rows::Along<512, 8, 1, 16>>>, Types<Short>>;  // 524288

@@ -250,7 +250,7 @@ struct NormStreams {
   using Looped = rows::Looped<P, kStages, kShared>;
   template <class P>  // parameters in shared memory, x in registers
   using Kept = rows::Looped<P, 2, true, true>;
-  static constexpr int64_t kFewPairs = kCentred ? 6144 : 8192;
+  static constexpr int64_t kFewColumns = (kCentred ? 6144 : 8192) * sizeof(T) / 2;
   using Plain = Types<Looped<rows::Along<256, 4, 1, 1, 2>, 2, false>,  //   8192
                       Looped<rows::Along<512, 4>, 2, false>,           //  16384
                       std::conditional_t<kCentred && sizeof(T) == 2, Looped<rows::Along<256, 4, 1, 4, 2>, 3, false>,
