@@ -153,9 +153,9 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
         else:
             limits = ((128, 792), (512, 528), (3072, 264), (8192, 132), (16384, 66), (32768, 30), (65536, 15))
     elif itemsize == 2:
-        limits = ((256, 528), (512, 396), (4224, 264), (8448, 132), (20480, 62), (51200, 30), (102400, 14))
+        limits = ((128, 528), (4224, 264), (8448, 132), (20480, 62), (51200, 30), (102400, 14))
     else:
-        limits = ((256, 528), (512, 396), (4224, 264), (8448, 132), (12800, 62), (20480, 45), (33792, 30), (67584, 14))
+        limits = ((128, 528), (512, 396), (4224, 264), (8448, 132), (12800, 62), (20480, 45), (33792, 30), (67584, 14))
     words = long * max(itemsize, 4) // 4
     full = next((count for limit, count in limits if words <= limit), 7)
     if not isinstance(groups, int):  # symbolic: how many is not known before the program is compiled

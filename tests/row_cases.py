@@ -16,14 +16,15 @@ _STAGED = (1056, 2112, 4224, 8448, 12800, 16896, 20480, 33792, 51200, 67584, 102
 #: Lengths of rows of adjacent elements, aligned and unaligned, on both sides of every capacity.
 COLUMNS = sorted(
     {2**k + d for k in range(3, 16) for d in _AROUND}
-    | {n * 2**k + d for n in (3, 5) for k in range(6, 13) for d in _NEAR}
+    | {n * 2**k + d for n in (3, 5) for k in range(5, 13) for d in _NEAR}
     | {1, 2, 3, 4, 5, 6, 65536, 69999, 70000, 131065, 131072, 131073, 262144, 262145, 524288, 524297}
     | {n + 1 for n in _STAGED}
 )
 
 #: Some of them, for tools under which a call may take seconds: of aligned rows each capacity itself, of unaligned ones
 #: the longest row that each placement for them holds (rows/launch.cuh and rows/row_loop.cuh), and the streamed ones.
-_UNALIGNED = (96, 192, 256, 512, 640, 1280, 2560, 5120, 10240, 16384, 20480, 28672, 32768, 40960, 57344)
+_UNALIGNED = (96, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 4096, 5120, 10240, 16384)
+_UNALIGNED += (20480, 28672, 32768, 40960, 57344)
 COLUMNS_ONCE = sorted(
     {1, 3, 6, 127, 129, 524297, *(n * 2**k for n in (1, 3, 5) for k in range(3, 13)), *(2**k for k in range(13, 20))}
     | {n - 7 for n in (*_UNALIGNED, *(2**k for k in range(16, 20)))}

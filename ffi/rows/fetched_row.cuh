@@ -11,9 +11,9 @@
 
 namespace jaxops::rows {
 
-// A placement whose rows are fetched kStages - 1 ahead. kShared: parameters are kept in shared memory, not in
-// registers. kKept: the row's packs are. kAhead: the next row is begun before the present one is finished, which is
-// where blocks share a row and there is a stage for it.
+// A placement whose rows are fetched kStages - 1 ahead; with one stage each pack as soon as the one in its place has
+// been used. kShared: parameters are kept in shared memory, not in registers. kKept: the row's packs are. kAhead: the
+// next row is begun before the present one is finished, which is where blocks share a row and there is a stage for it.
 template <class P, int kStages_, bool kShared_ = false, bool kKept_ = !kShared_ && P::kRows == 1 && P::kPacks <= 4>
 struct Looped : P {
   static constexpr int kStages = kStages_;
@@ -60,6 +60,14 @@ class FetchedRow : public Base {
 
   // Where the present rows' packs are.
   __device__ void SetStage(int stage) { stage_ = slots_ + stage * kStageStride; }
+
+  // With one stage: where the inputs are that Store fetches from, and how far behind the present row the next one lies;
+  // 0 if there is none.
+  template <int kInput>
+  __device__ void SetInput(const void* tensor) {
+    inputs_[kInput] = tensor;
+  }
+  __device__ void SetNext(int64_t distance) { distance_ = distance; }
 
   // Turns to the rows of another; what joins the threads stays.
   __device__ void Follow(const FetchedRow& other) {
@@ -128,6 +136,26 @@ class FetchedRow : public Base {
     return Load<0>(x);
   }
 
+  template <class T, class E>
+  __device__ void Store(T* tensor, const E& expression, A beyond = 0) const {
+    if constexpr (P::kStages > 1) {
+      Base::Store(tensor, expression, beyond);
+    } else {
+      static_assert(Base::kPadded && sizeof(T) * kV == 16);
+      this->ForEachPack([&](int pack, int column) {
+        this->Write(tensor, pack, column, ToPack<T, kV>(expression(pack, column)));
+        if (distance_ == 0 || column >= this->columns()) return;
+        const int64_t offset = this->Offset(0, pack, column) + distance_;
+#pragma unroll
+        for (int k = 0; k < kMostInputs; ++k)
+          if (inputs_[k])
+            CopyAsync<16>(slots_ + k * kInputStride + pack * kVectorStride, static_cast<const T*>(inputs_[k]) + offset,
+                          16);
+      });
+      CommitCopies();
+    }
+  }
+
   // Elements of 16 bits cost two instructions to unpack; f32 is as good as kept.
   template <class E>
   __device__ auto KeepFew(const E& expression) const {
@@ -179,7 +207,10 @@ class FetchedRow : public Base {
   }
 
  private:
+  static constexpr int kMostInputs = 3;
   uint32_t slots_, stage_, parameters_;  // this thread's share of shared memory
+  const void* inputs_[kMostInputs] = {};
+  int64_t distance_ = 0;
 };
 
 // A placement whose rows are fetched kStages - 1 ahead by all threads of the row together, as aligned vectors of

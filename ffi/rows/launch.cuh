@@ -18,10 +18,10 @@ using StreamedAcross = Across<kWidth, kLanes, 0, kCluster, kBlocks>;
 // of rows across at most four elements; a comment gives the columns of 16-bit elements that fit. TUNING.md has the
 // measurements.
 struct OneInput {
-  using Plain = Types<Along<8, 1, 4, 1, 8>,   //     64
-                      Along<16, 1, 4, 1, 8>,  //    128
+  using Plain = Types<Along<4, 2, 1, 1, 10>,  //     64
+                      Along<8, 2, 1, 1, 16>,  //    128
                       Along<8, 4>,            //    256
-                      Along<32, 2, 2>,        //    512
+                      Along<16, 4, 1, 1, 9>,  //    512
                       Along<32, 4>,           //   1024
                       Along<64, 4>,           //   2048
                       Along<64, 8>,           //   4096
@@ -54,8 +54,13 @@ struct OneInput {
                               Across<8, 64, 16, 16, 2>,  // 16384
                               StreamedAcross<8, 128, 16>, StreamedAcross<8, 64>>;
   using Shifted = Types<Along<8, 3>,           //    185
-                        Along<32, 2>,          //    505
-                        Along<32, 5>,          //   1273
+                        Along<8, 5>,           //    313
+                        Along<16, 4>,          //    505
+                        Along<16, 5>,          //    633
+                        Along<32, 4>,          //   1017
+                        Along<32, 6>,          //   1529
+                        Along<64, 5>,          //   2553
+                        Along<128, 4>,         //   4089
                         Along<128, 5>,         //   5113
                         Along<256, 5>,         //  10233
                         Along<512, 5>,         //  20473
@@ -68,27 +73,32 @@ struct OneInput {
   using General = Types<Along<64, 4>, StreamedAlong<512>>;
   using GeneralAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64>>;
 };
+// Results of 16 bits that take an exponential each.
+struct OneInputOfExponentials16 : OneInput {
+  using Plain = Joined<Types<Along<8, 1, 2, 1, 16>>, OneInput::Plain>;  // 64
+};
 // One tensor and parameters, which compete for the caches and the registers.
-struct OneInputWithParameters : OneInput {
-  using Plain = Types<Along<4, 2, 2>,        //     64
-                      Along<16, 1, 4>,       //    128
-                      Along<16, 2, 2>,       //    256
-                      Along<32, 2, 2>,       //    512
-                      Along<32, 3>,          //    768
-                      Along<32, 4>,          //   1024
-                      Along<64, 4>,          //   2048
-                      Along<128, 3>,         //   3072
-                      Along<128, 4>,         //   4096
-                      Along<128, 5>,         //   5120
-                      Along<256, 3>,         //   6144
-                      Along<128, 8>,         //   8192
-                      Along<256, 6>,         //  12288
-                      Along<512, 4>,         //  16384
-                      Along<512, 8>,         //  32768
-                      Along<1024, 8>,        //  65536
-                      Along<512, 8, 1, 4>,   // 131072
-                      Along<512, 8, 1, 16>,  // 524288
-                      StreamedAlong<512, 16>, StreamedAlong<512>>;
+using LongWithParameters = Types<Along<512, 8, 1, 1, 2>,  //  32768
+                                 Along<1024, 8>,          //  65536
+                                 Along<512, 8, 1, 4>,     // 131072
+                                 Along<512, 8, 1, 16>,    // 524288
+                                 StreamedAlong<512, 16>, StreamedAlong<512>>;
+struct OneInputWithParameter : OneInput {
+  using Plain = Joined<Types<Along<4, 2>,              //     64
+                             Along<8, 2, 1, 1, 10>,    //    128
+                             Along<16, 2, 2>,          //    256
+                             Along<16, 4, 1, 1, 9>,    //    512
+                             Along<32, 3>,             //    768
+                             Along<32, 4>,             //   1024
+                             Along<64, 4>,             //   2048
+                             Along<128, 3>,            //   3072
+                             Along<128, 4>,            //   4096
+                             Along<128, 5>,            //   5120
+                             Along<256, 3, 1, 1, 5>,   //   6144
+                             Along<256, 4, 1, 1, 4>,   //   8192
+                             Along<256, 6, 1, 1, 3>,   //  12288
+                             Along<256, 8, 1, 1, 2>>,  //  16384
+                       LongWithParameters>;
   // Fewer: with many rows and parameters they are staged (rows/row_loop.cuh).
   using Shifted = Types<Along<8, 3>,           //    185
                         Along<32, 5>,          //   1273
@@ -96,6 +106,23 @@ struct OneInputWithParameters : OneInput {
                         Along<256, 5>,         //  10233
                         Along<512, 8, 1, 16>,  // 524281
                         StreamedAlong<512>>;
+};
+struct OneInputWithTwoParameters : OneInputWithParameter {
+  using Plain = Joined<Types<Along<4, 2>,              //     64
+                             Along<4, 4, 1, 1, 8>,     //    128
+                             Along<8, 4, 1, 1, 9>,     //    256
+                             Along<16, 4, 1, 1, 9>,    //    512
+                             Along<32, 3>,             //    768
+                             Along<32, 4>,             //   1024
+                             Along<64, 4, 1, 1, 9>,    //   2048
+                             Along<64, 6, 1, 1, 8>,    //   3072
+                             Along<128, 4, 1, 1, 9>,   //   4096
+                             Along<128, 5, 1, 1, 9>,   //   5120
+                             Along<128, 6, 1, 1, 8>,   //   6144
+                             Along<128, 8, 1, 1, 6>,   //   8192
+                             Along<256, 6, 1, 1, 4>,   //  12288
+                             Along<256, 8, 1, 1, 3>>,  //  16384
+                       LongWithParameters>;
 };
 struct TwoInputs : OneInput {
   using Plain = Types<Along<8, 1, 4>,        //     64
@@ -105,8 +132,10 @@ struct TwoInputs : OneInput {
                       Along<32, 4>,          //   1024
                       Along<64, 4>,          //   2048
                       Along<128, 4>,         //   4096
+                      Along<128, 5>,         //   5120
                       Along<256, 3>,         //   6144
                       Along<256, 4>,         //   8192
+                      Along<256, 5>,         //  10240
                       Along<256, 4, 1, 2>,   //  16384
                       Along<256, 4, 1, 4>,   //  32768
                       Along<512, 4, 1, 4>,   //  65536
@@ -128,8 +157,13 @@ struct TwoInputs : OneInput {
                               Across<8, 32, 8, 16, 4>,  // 4096
                               StreamedAcross<32, 16, 16, 2>, StreamedAcross<8, 64>>;
   using Shifted = Types<Along<8, 3>,           //    185
-                        Along<32, 2>,          //    505
-                        Along<32, 5>,          //   1273
+                        Along<8, 5>,           //    313
+                        Along<16, 4>,          //    505
+                        Along<16, 5>,          //    633
+                        Along<32, 4>,          //   1017
+                        Along<32, 6>,          //   1529
+                        Along<64, 5>,          //   2553
+                        Along<128, 4>,         //   4089
                         Along<128, 5>,         //   5113
                         Along<256, 5>,         //  10233
                         Along<256, 5, 1, 2>,   //  20473
@@ -140,7 +174,7 @@ struct TwoInputs : OneInput {
                         StreamedAlong<512>>;
 };
 struct TwoInputsWithParameters : TwoInputs {
-  using Shifted = OneInputWithParameters::Shifted;
+  using Shifted = OneInputWithParameter::Shifted;
 };
 // Each placement costs build time: fewer for bodies that hold more than packs, and for f16.
 struct Short : OneInput {
@@ -178,24 +212,29 @@ struct Elements {
 using ElementAlong = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
 using ElementAcross = Types<StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
 
+template <class T, class Op>
+using TablesOfOneInput = std::conditional_t<
+    Op::kBroadcasts == 0,
+    std::conditional_t<sizeof(T) == 2 && requires { requires Op::kExponentials; }, OneInputOfExponentials16, OneInput>,
+    std::conditional_t<Op::kParameters == 2, OneInputWithTwoParameters, OneInputWithParameter>>;
 template <class T, class U, class Op>
 using Tables = std::conditional_t<
     std::is_same_v<Accumulator<T>, double> || (Op::kShort && !std::is_same_v<T, U>), Elements,
     std::conditional_t<
         !std::is_same_v<T, U>, Mixed,
-        std::conditional_t<
-            Op::kShort && Op::kInputs == 1 && Op::kParameters == 0, Options,
-            std::conditional_t<
-                Op::kShort || std::is_same_v<T, __half>, Short,
-                std::conditional_t<Op::kInputs == 2,
-                                   std::conditional_t<Op::kBroadcasts != 0, TwoInputsWithParameters, TwoInputs>,
-                                   std::conditional_t<Op::kBroadcasts != 0, OneInputWithParameters, OneInput>>>>>>;
+        std::conditional_t<Op::kShort && Op::kInputs == 1 && Op::kParameters == 0, Options,
+                           std::conditional_t<Op::kShort || std::is_same_v<T, __half>, Short,
+                                              std::conditional_t<Op::kInputs == 2,
+                                                                 std::conditional_t<Op::kBroadcasts != 0,
+                                                                                    TwoInputsWithParameters, TwoInputs>,
+                                                                 TablesOfOneInput<T, Op>>>>>>;
 
 // The tables were measured on Hopper. Other GPUs get these placements of them: some of each table, among them those of
 // any length. Each costs build time and size for every architecture.
 template <class P>
 inline constexpr bool kPortable =
-    kIsOneOf<P, Along<16, 2, 2>, Along<8, 4>, Along<32, 4>, Along<128, 4>, Along<256, 4>, Along<256, 8>, Along<512, 4>,
+    kIsOneOf<P, Along<16, 2, 2>, Along<8, 4>, Along<8, 4, 1, 1, 9>, Along<32, 4>, Along<128, 4>, Along<128, 4, 1, 1, 9>,
+             Along<256, 4>, Along<256, 8>, Along<256, 8, 1, 1, 2>, Along<256, 8, 1, 1, 3>, Along<512, 4>,
              Along<512, 4, 1, 8>, Along<512, 8, 1, 16>, Along<32, 5>, Along<128, 5>, Along<256, 5>,
              Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, StreamedAlong<512>, Across<8, 32, 8>,
              Across<8, 32, 8, 1, 3>, Across<8, 64, 8>, StreamedAcross<8, 64>, StreamedAcross<32, 16>>;

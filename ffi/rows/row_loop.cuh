@@ -13,23 +13,26 @@ namespace jaxops::rows {
 
 // Rows that a team holds while it keeps up to two sums for each of its columns; the comments as in rows/launch.cuh. Few
 // threads with many registers are faster than many with few.
-using SumPlacements16 = Types<Looped<Along<8, 1, 2>, 2>,                //     64
-                              Looped<Along<16, 1, 2>, 2>,               //    128
-                              Looped<Along<32, 1, 2>, 2>,               //    256
-                              Looped<Along<32, 2>, 2>,                  //    512
-                              Looped<Along<32, 3, 1, 1, 3>, 2>,         //    768
-                              Looped<Along<64, 2>, 2>,                  //   1024
-                              Looped<Along<64, 4>, 2>,                  //   2048
-                              Looped<Along<256, 2, 1, 1, 2>, 3>,        //   4096
-                              Looped<Along<256, 3, 1, 1, 2>, 2, true>,  //   6144
-                              Looped<Along<512, 2>, 2>,                 //   8192
-                              Looped<Along<256, 4, 1, 2>, 4>,           //  16384
-                              Looped<Along<256, 4, 1, 4>, 4>,           //  32768
-                              Looped<Along<256, 4, 1, 8>, 4>,           //  65536
-                              Looped<Along<256, 4, 1, 16>, 4>,          // 131072
-                              Looped<Along<512, 4, 1, 16>, 2, true>,    // 262144
-                              // for devices without clusters, and where a third input leaves too little shared memory
-                              Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
+template <int kSums>
+using SumPlacements16 =
+    Types<Looped<Along<8, 1, 2>, 2>,                //     64
+          Looped<Along<16, 1, 2>, 2>,               //    128
+          Looped<Along<32, 1, 2>, 2>,               //    256
+          Looped<Along<32, 2>, 2>,                  //    512
+          Looped<Along<32, 3, 1, 1, 3>, 2>,         //    768
+          Looped<Along<64, 2>, 2>,                  //   1024
+          Looped<Along<64, 4>, 2>,                  //   2048
+          Looped<Along<256, 2, 1, 1, 2>, 3>,        //   4096
+          Looped<Along<256, 3, 1, 1, 2>, 2, true>,  //   6144
+          Looped<Along<512, 2>, 2>,                 //   8192
+          Looped<Along<256, 4, 1, 2>, 4>,           //  16384
+          Looped<Along<256, 4, 1, 4>, 4>,           //  32768
+          Looped<Along<256, 4, 1, 8>, 4>,           //  65536
+          Looped<Along<256, 4, 1, 16>, 4>,          // 131072
+          // 262144: there are registers for one sum a column and the parameters
+          std::conditional_t<kSums == 1, Looped<Along<256, 8, 1, 16>, 3>, Looped<Along<256, 8, 1, 16>, 2, true>>,
+          // for devices without clusters, and where a third input leaves too little shared memory
+          Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
 using SumPlacements32 = Types<Looped<Along<8, 1, 4>, 2>,                //     32
                               Looped<Along<16, 1, 4>, 2>,               //     64
                               Looped<Along<16, 2, 2>, 2>,               //    128
@@ -38,43 +41,47 @@ using SumPlacements32 = Types<Looped<Along<8, 1, 4>, 2>,                //     3
                               Looped<Along<64, 4>, 2>,                  //   1024
                               Looped<Along<256, 2, 1, 1, 2>, 2>,        //   2048
                               Looped<Along<256, 3, 1, 1, 2>, 2, true>,  //   3072
-                              Looped<Along<512, 2>, 2>,                 //   4096
+                              Looped<Along<512, 2>, 3>,                 //   4096
+                              Looped<Along<512, 3>, 2>,                 //   6144
                               Looped<Along<512, 4>, 2, true>,           //   8192
-                              Looped<Along<512, 4, 1, 2>, 3>,           //  16384
-                              Looped<Along<512, 4, 1, 4>, 3>,           //  32768
-                              Looped<Along<512, 4, 1, 8>, 3>,           //  65536
-                              Looped<Along<512, 4, 1, 16>, 3>,          // 131072
+                              Looped<Along<256, 8, 1, 2>, 3>,           //  16384
+                              Looped<Along<256, 8, 1, 4>, 3>,           //  32768
+                              Looped<Along<256, 8, 1, 8>, 3>,           //  65536
+                              Looped<Along<256, 8, 1, 16>, 3>,          // 131072
                               Looped<Along<512, 2, 1, 4>, 2>, Looped<Along<512, 2, 1, 16>, 2>,
-                              Looped<Along<512, 8, 1, 16>, 1, true>>;  // 262144
-template <class T>
-using SumPlacements = std::conditional_t<sizeof(T) == 2, SumPlacements16, SumPlacements32>;
+                              Looped<Along<256, 16, 1, 16>, 1, true>>;  // 262144
+template <class T, int kSums>
+using SumPlacements = std::conditional_t<sizeof(T) == 2, SumPlacements16<kSums>, SumPlacements32>;
 // Unaligned rows. Few threads with many elements: what a thread does for a row, however many it has of it, is a quarter
 // of the work.
 template <int kBytes>
-using ShortStagedSums = Types<Staged<Along<16, 8>, kBytes, 3, 4>,              //    128
-                              Staged<Along<32, 8>, kBytes, 3, 4>,              //    256
-                              Staged<Along<32, 16>, kBytes, 3, 8>,             //    512
-                              Staged<Along<32, 33, 1, 1, 2>, kBytes, 3, 16>,   //   1056
-                              Staged<Along<64, 33, 1, 1, 2>, kBytes, 3, 16>,   //   2112
-                              Staged<Along<128, 33, 1, 1, 2>, kBytes, 3, 16>,  //   4224
-                              Staged<Along<256, 33>, kBytes, 3, 16>>;          //   8448
-using StagedSumPlacements16 =
-    Joined<ShortStagedSums<2>, Types<Staged<Along<128, 33, 1, 4, 2>, 2, 3, 15, false>,   //  16896
-                                     Staged<Along<128, 40, 1, 4, 2>, 2, 3, 32, false>,   //  20480
-                                     Staged<Along<128, 33, 1, 8, 2>, 2, 3, 18, false>,   //  33792
-                                     Staged<Along<128, 50, 1, 8, 2>, 2, 3, 31, false>,   //  51200
-                                     Staged<Along<128, 33, 1, 16, 2>, 2, 3, 21, false>,  //  67584
-                                     Staged<Along<128, 50, 1, 16, 2>, 2, 3, 29, false>,  // 102400
-                                     Staged<Along<256, 33, 1, 16>, 2, 3, 23, false>,     // 135168
-                                     Staged<Along<256, 64, 1, 16>, 2, 3, 31, false>>>;   // 262144
-using StagedSumPlacements32 =
-    Joined<ShortStagedSums<4>, Types<Staged<Along<128, 25, 1, 4, 3>, 4, 3, 15, false>,   //  12800
-                                     Staged<Along<128, 20, 1, 8, 3>, 4, 3, 10, false>,   //  20480
-                                     Staged<Along<128, 33, 1, 8, 2>, 4, 3, 18, false>,   //  33792
-                                     Staged<Along<128, 25, 1, 16, 3>, 4, 3, 12, false>,  //  51200
-                                     Staged<Along<128, 33, 1, 16, 2>, 4, 3, 21, false>,  //  67584
-                                     Staged<Along<256, 25, 1, 16>, 4, 3, 14, false>,     // 102400
-                                     Staged<Along<256, 33, 1, 16>, 4, 3, 23, false>>>;   // 135168
+using MiddleStagedSums = Types<Staged<Along<32, 33, 1, 1, 2>, kBytes, 3, 16>,          //   1056
+                               Staged<Along<64, 33, 1, 1, 2>, kBytes, 3, 16>,          //   2112
+                               Staged<Along<128, 33, 1, 1, 2>, kBytes, 3, 16>,         //   4224
+                               Staged<Along<256, 33>, kBytes, 3, 16>>;                 //   8448
+using StagedSumPlacements16 = Joined<Types<Staged<Along<8, 16, 1, 1, 4>, 2, 3, 7>,     //    128
+                                           Staged<Along<8, 32, 1, 1, 2>, 2, 3, 16>,    //    256
+                                           Staged<Along<16, 33, 1, 1, 2>, 2, 3, 16>>,  //    528
+                                     MiddleStagedSums<2>,
+                                     Types<Staged<Along<128, 33, 1, 4, 2>, 2, 3, 15, false>,   //  16896
+                                           Staged<Along<128, 40, 1, 4, 2>, 2, 3, 32, false>,   //  20480
+                                           Staged<Along<128, 33, 1, 8, 2>, 2, 3, 18, false>,   //  33792
+                                           Staged<Along<128, 50, 1, 8, 2>, 2, 3, 31, false>,   //  51200
+                                           Staged<Along<128, 33, 1, 16, 2>, 2, 3, 21, false>,  //  67584
+                                           Staged<Along<128, 50, 1, 16, 2>, 2, 3, 29, false>,  // 102400
+                                           Staged<Along<256, 33, 1, 16>, 2, 3, 23, false>,     // 135168
+                                           Staged<Along<256, 64, 1, 16>, 2, 3, 31, false>>>;   // 262144
+using StagedSumPlacements32 = Joined<Types<Staged<Along<16, 8>, 4, 3, 4>,                      //    128
+                                           Staged<Along<16, 16>, 4, 3, 8>,                     //    256
+                                           Staged<Along<32, 16>, 4, 3, 8>>,                    //    512
+                                     MiddleStagedSums<4>,
+                                     Types<Staged<Along<128, 25, 1, 4, 3>, 4, 3, 15, false>,   //  12800
+                                           Staged<Along<128, 20, 1, 8, 3>, 4, 3, 10, false>,   //  20480
+                                           Staged<Along<128, 33, 1, 8, 2>, 4, 3, 18, false>,   //  33792
+                                           Staged<Along<128, 25, 1, 16, 3>, 4, 3, 12, false>,  //  51200
+                                           Staged<Along<128, 33, 1, 16, 2>, 4, 3, 21, false>,  //  67584
+                                           Staged<Along<256, 25, 1, 16>, 4, 3, 14, false>,     // 102400
+                                           Staged<Along<256, 33, 1, 16>, 4, 3, 23, false>>>;   // 135168
 static_assert(WithoutGaps(StagedSumPlacements16()) && WithoutGaps(StagedSumPlacements32()));
 template <class T>
 using StagedSumPlacements = std::conditional_t<sizeof(T) == 2, StagedSumPlacements16, StagedSumPlacements32>;
@@ -117,7 +124,10 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
   };
   RowType ahead = row;
 #pragma unroll
-  for (int k = 0; k < kStages - 1; ++k) fetch(ahead, begin + k * step, k);
+  for (int k = 0; k < std::max(kStages - 1, 1); ++k) fetch(ahead, begin + k * step, k);
+  if constexpr (kStages == 1) {
+    op.ForEachInput([&]<int kInput>(const auto* tensor) { row.template SetInput<kInput>(tensor); });
+  }
   turn(row, begin);
   const auto parameters = op.Parameters(row);
   if constexpr (RowType::P::kAhead) {
@@ -168,7 +178,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
         WaitCopies<kStages - 2>();
         row.Sync();
       }
-      fetch(ahead, begin + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
+      if constexpr (kStages > 1) fetch(ahead, begin + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
       RowType next = row;
       auto upcoming = scalars;
       if (begin + step < end) {
@@ -179,6 +189,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
         }
         upcoming = op.Scalars(next);
       }
+      if constexpr (kStages == 1) row.SetNext(next.Origin(0) - row.Origin(0));
       if constexpr (!RowType::P::kStaged) WaitCopies<kStages - 1>();
       row.SetStage(stage);
       op(row, parameters, scalars, sums...);
@@ -360,7 +371,7 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& sha
   if constexpr (!std::is_same_v<A, double>) {
     constexpr int kV = kPackOf<T, U>;
     constexpr bool kFull = std::is_same_v<T, U> && !std::is_same_v<T, __half> && !Op::kShort;
-    using Packs = std::conditional_t<kFull, SumPlacements<T>, ShortSumPlacements>;
+    using Packs = std::conditional_t<kFull, SumPlacements<T, Op::kSums>, ShortSumPlacements>;
     using ShiftedPacks = std::conditional_t<kFull, ShiftedSumPlacements, ShortSumPlacements>;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     bool done = false;

@@ -144,7 +144,8 @@ struct LogitsOptions {
   }
 };
 
-// What the row library wants to know of an op with these options. kRowValues: it has the layout of max and total.
+// What the row library wants to know of an op with these options. kRowValues: it has the layout of max and total, as
+// log_softmax has. kExponentials: its results take one each.
 template <Given kGiven, int kInputs_, bool kRowValues = false>
 struct LogitsOp {
   static constexpr bool kNone = kGiven == Given::kNone;
@@ -152,6 +153,7 @@ struct LogitsOp {
   static constexpr int kInputs = kInputs_, kSlots = kNone ? LogitsCall::kFull + 1 + kRowValues : LogitsCall::kSlots,
                        kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
   static constexpr int kParameters = 0, kSums = 1, kSumSlot = LogitsCall::kSum;
+  static constexpr bool kExponentials = kInputs == 1 && !kRowValues;
   static constexpr bool kShort = !kNone, kPadded = kNone && kInputs == 2;  // zeros are no logits, but cotangents
   __host__ __device__ int Inputs() const { return kInputs; }
   __device__ int Parameters(const auto&) const { return 0; }

@@ -250,23 +250,25 @@ struct NormStreams {
   using Looped = rows::Looped<P, kStages, kShared>;
   template <class P>  // parameters in shared memory, x in registers
   using Kept = rows::Looped<P, 2, true, true>;
-  static constexpr int64_t kFewColumns = (kCentred ? 6144 : 8192) * sizeof(T) / 2;
-  using Plain = Types<Looped<rows::Along<256, 4, 1, 1, 2>, 2, false>,  //   8192
-                      Looped<rows::Along<512, 4>, 2, false>,           //  16384
-                      std::conditional_t<kCentred && sizeof(T) == 2, Looped<rows::Along<256, 4, 1, 4, 2>, 3, false>,
-                                         Looped<rows::Along<512, 4, 1, 2>, 2, false>>,  //  32768
-                      Looped<rows::Along<256, 4, 1, 8, 2>, 3, false>,                   //  65536
-                      Looped<rows::Along<256, 8, 1, 8>, 3, false>,                      // 131072
-                      Looped<rows::Along<256, 8, 1, 16>, 3, false>,                     // 262144
-                      // f32 alone has the registers
-                      std::conditional_t<sizeof(T) == 2, Looped<rows::Along<256, 8, 1, 16>, 3, false>,
-                                         std::conditional_t<kCentred, Looped<rows::Along<256, 16, 1, 16>, 3, false>,
-                                                            Looped<rows::Along<512, 8, 1, 16>, 3, false>>>>;
+  static constexpr int64_t kFewColumns = kCentred ? 12288 : 16384;
+  using Middle =
+      std::conditional_t<kCentred && sizeof(T) == 2,
+                         Types<Looped<rows::Along<512, 4>, 2, false>, Looped<rows::Along<256, 4, 1, 4, 2>, 3, false>>,
+                         Types<Looped<rows::Along<512, 4, 1, 2>, 2, false>>>;  //  32768
+  using Plain =
+      Joined<Middle,
+             Types<Looped<rows::Along<256, 4, 1, 8, 2>, 3, false>,  //  65536
+                   Looped<rows::Along<256, 8, 1, 8>, 3, false>,     // 131072
+                   Looped<rows::Along<256, 8, 1, 16>, 3, false>,    // 262144
+                   // f32 alone has the registers
+                   std::conditional_t<sizeof(T) == 2, Looped<rows::Along<256, 8, 1, 16>, 3, false>,
+                                      std::conditional_t<kCentred, Looped<rows::Along<256, 16, 1, 16>, 3, false>,
+                                                         Looped<rows::Along<512, 8, 1, 16>, 3, false>>>>>;
   template <class P, int kSure>
   using OneByOne = rows::Staged<P, sizeof(T), 3, kSure>;
-  using Staged = Joined<Types<OneByOne<rows::Along<16, 8>, 4>,                //    128
-                              OneByOne<rows::Along<32, 8>, 4>,                //    256
-                              OneByOne<rows::Along<32, 16>, 8>,               //    512
+  using Staged = Joined<Types<OneByOne<rows::Along<8, 16>, 7>,                //    128
+                              OneByOne<rows::Along<8, 32>, 16>,               //    256
+                              OneByOne<rows::Along<16, 32>, 16>,              //    512
                               OneByOne<rows::Along<32, 33, 1, 1, 2>, 16>,     //   1056
                               OneByOne<rows::Along<64, 33, 1, 1, 2>, 16>,     //   2112
                               OneByOne<rows::Along<128, 33, 1, 1, 3>, 16>,    //   4224
