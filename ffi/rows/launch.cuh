@@ -254,9 +254,13 @@ inline constexpr bool kRunsHere = RunsOn<P>(__CUDA_ARCH__ / 10);
 template <class P>
 inline constexpr bool kRunsHere = true;
 #endif
+// Resident blocks that registers must allow. An empty kernel needs none, and its placement may name more than the
+// multiprocessors of a GPU that it does not run on can hold (1536 threads instead of 2048).
+template <class P>
+inline constexpr int kMinBlocksHere = kRunsHere<P> ? P::kMinBlocks : 1;
 
 template <class P, int kV, Lay kLay, class A, class Op>
-__global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
+__global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
     RowKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry) {
   if constexpr (kRunsHere<P>) {
     using RowType = Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>;

@@ -314,7 +314,7 @@ __device__ __forceinline__ void SumRows(const Op& op, const LoopGeometry<P, kLay
   }
 }
 template <class P, int kV, Lay kLay, class A, class Op>
-__global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
+__global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
     RowSumsKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry,
                   const __grid_constant__ GroupsOf<Op::kSlots, kLay> groups,
                   const __grid_constant__ SumResults<A> results) {
@@ -393,7 +393,7 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& sha
 
 // Blocks that stay while rows go by, in one group.
 template <class P, int kV, Lay kLay, class A, class Op>
-__global__ void __launch_bounds__(P::kThreads, P::kMinBlocks)
+__global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
     RowStreamKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<P, kLay, Op> geometry) {
   if constexpr (kRunsHere<P>) {
     using RowType = LoopRow<P, kV, kLay, A, Op>;
