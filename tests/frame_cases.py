@@ -114,6 +114,60 @@ def matmul_calls() -> list[frames.Call]:
     return calls
 
 
+def matmul_call(
+    name: str,
+    tile: choices.Tile | None,
+    dtypes: tuple[int, int, int],
+    size: tuple[int, int, int],
+    *,
+    transposed: tuple[bool, bool] = (False, False),
+    splits: int = 1,
+    partials: bool = False,
+    copies: tuple[int, int] | None = None,
+) -> frames.Call:
+    """A product in one of choices.ARITHMETICS by a tile, or by the kernels for every GPU if None.
+
+    dtypes: the codes of lhs, rhs and result; size: m, n, k. splits: the parts of k, summed by clusters of blocks, or by
+    a kernel of its own if `partials`. copies: of lhs and rhs; None: those that the arithmetic needs.
+    """
+    arithmetic, (m, n, k) = choices.ARITHMETICS[name], size
+    # 8-bit and f32 operands lie along k in a copy.
+    copies = copies or ((0, 0) if name == "16bit" else (1, 2))
+    parts, line = 2 if arithmetic.terms == 3 else 1, 128 // arithmetic.itemsize
+    shapes = [shape[::-1] if turned else shape for shape, turned in zip(((m, k), (k, n)), transposed, strict=True)]
+    results = [frames.Operand((m, n), dtypes[2])]
+    for (rows, columns), how, code in zip(shapes, copies, dtypes, strict=False):
+        rows, columns = (columns, rows) if how == 2 else (rows, columns)
+        results += [frames.Operand((parts, rows, -(-columns // line) * line), code)] if how else []
+    results += [frames.Operand((splits, 1, m, n), 11)] if partials else []
+    results += [frames.Operand((1,), 4)] if arithmetic.terms == 3 else []
+    numbers = {
+        "activation": 0,
+        "triangle": 0,
+        "tile_rows": tile.rows if tile else 0,
+        "tile_columns": tile.columns if tile else 0,
+        "band": tile.band if tile else 1,
+        "terms": arithmetic.terms,
+        "splits": splits,
+        "promote": 3 if arithmetic.promoted else 0,
+        "lhs_copy": copies[0],
+        "rhs_copy": copies[1],
+    }
+    flags = {
+        "lhs_transposed": transposed[0],
+        "rhs_transposed": transposed[1],
+        "has_scale": False,
+        "has_preactivation": False,
+        "has_partials": partials,
+        "ping_pong": tile is not None and tile.ping_pong,
+    }
+    attributes = {key: np.int32(value) for key, value in numbers.items()}
+    operands = tuple(frames.Operand(shape, code) for shape, code in zip(shapes, dtypes, strict=False))
+    return frames.Call(
+        "matmul", operands, tuple(results), attributes | {key: np.bool_(value) for key, value in flags.items()}
+    )
+
+
 def tile_calls() -> Iterator[frames.Call]:
     """A product by every tile of every arithmetic, and by two blocks a tile where clusters can sum their parts."""
     dtypes = {
@@ -123,45 +177,14 @@ def tile_calls() -> Iterator[frames.Call]:
         "f8": (20, 19, 16),
         "f8 fast": (19, 20, 11),
     }
-    for name, arithmetic in choices.ARITHMETICS.items():
+    for name in choices.ARITHMETICS:
         for tile, splits, odd in itertools.product(choices.TILES[name], (1, 2), (False, True)):
             if (splits == 2 and not tile.clusters) or (odd and not tile.stores_any_rows):
                 continue
-            m, n, k = min(tile.rows, 300) if tile.rows < 64 else 300, 520 - odd, 1000
-            lhs, rhs, out = dtypes[name]
-            # 8-bit and f32 operands lie along k in a copy; 16-bit ones are copied if their rows are not aligned.
-            copies = (int(name != "16bit"), 2 if name != "16bit" else int(odd))
-            parts = 2 if arithmetic.terms == 3 else 1
-            line = 128 // arithmetic.itemsize
-
-            def copied(rows, columns, code, parts=parts, line=line):
-                return frames.Operand((parts, rows, -(-columns // line) * line), code)
-
-            results = [frames.Operand((m, n), out)]
-            results += [copied(m, k, lhs)] if copies[0] else []
-            results += [copied(*((n, k) if copies[1] == 2 else (k, n)), rhs)] if copies[1] else []
-            results += [frames.Operand((1,), 4)] if arithmetic.terms == 3 else []
-            numbers = {
-                "activation": 0,
-                "triangle": 0,
-                "tile_rows": tile.rows,
-                "tile_columns": tile.columns,
-                "band": tile.band,
-                "terms": arithmetic.terms,
-                "splits": splits,
-                "promote": 3 if arithmetic.promoted else 0,
-                "lhs_copy": copies[0],
-                "rhs_copy": copies[1],
-            }
-            names = ("lhs_transposed", "rhs_transposed", "has_scale", "has_preactivation", "has_partials")
-            flags = dict.fromkeys(names, False)
-            yield frames.Call(
-                "matmul",
-                (frames.Operand((m, k), lhs), frames.Operand((k, n), rhs)),
-                tuple(results),
-                {key: np.int32(value) for key, value in numbers.items()}
-                | {key: np.bool_(value) for key, value in (flags | {"ping_pong": tile.ping_pong}).items()},
-            )
+            size = (min(tile.rows, 300) if tile.rows < 64 else 300, 520 - odd, 1000)
+            # 16-bit operands are copied if their rows are not aligned.
+            copies = (0, int(odd)) if name == "16bit" else None
+            yield matmul_call(name, tile, dtypes[name], size, splits=splits, copies=copies)
 
 
 # --- what XLA never sends ---

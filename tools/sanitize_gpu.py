@@ -1,11 +1,17 @@
-"""The GPU handlers under compute-sanitizer: `make sanitize-gpu`. On call frames of rows of every placement (lengths by
-capacity: COLUMNS_ONCE in tests/row_cases.py) and of every tile; without red zones, as the tools watch the memory
-themselves.
+"""The GPU handlers under compute-sanitizer: `make sanitize-gpu`.
 
-Under racecheck a launch in a cluster of 16 blocks takes seconds, however small: its tests are processes of their own,
-the other tools' those of an op and a dtype. Several run at a time, spread over the GPUs of the machine. Prints a line
-for each as it ends, the output of those that fail, and a summary; exits non-zero if one fails.
-`--only "racecheck (softmax|layer_norm) float32"` runs those in whose name the expression is found.
+Under racecheck a launch of a kernel takes up to a second, and in a cluster of 16 blocks up to five, however small: each
+kernel runs once, or a few times, on as few rows as make its blocks take several each (tests/kernel_survey.py). Without
+the tool all calls of tests/kernel_cases.py are made first, CUPTI tells which kernels they launch, and a few calls are
+chosen that together launch all of these; what is learned is kept in build/kernels.json until the module changes. At the
+end stands which of the module's kernels were launched, and which never. `--once racecheck,memcheck` does the same under
+memcheck; the other tools run tests on call frames of rows of every placement (lengths by capacity: COLUMNS_ONCE in
+tests/row_cases.py) and of every tile, without red zones, as the tools watch the memory themselves.
+
+Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
+those that fail, and a summary; exits non-zero if one fails.
+`--only "memcheck (softmax|layer_norm) float32"` runs those in whose name the expression is found, `--only "racecheck"`
+a tool alone.
 synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
 of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two (TUNING.md).
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
@@ -26,16 +32,18 @@ import time
 
 ROOT = pathlib.Path(__file__).parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
+SURVEY = [sys.executable, "tests/kernel_survey.py"]
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Tests in a process of their own under a tool."""
+    """A process of its own under a tool. tests: how many it has to pass; 0: it makes calls instead."""
 
     tool: str
     part: str
-    tests: tuple[str, ...]
+    command: tuple[str, ...]
+    tests: int = 0
 
     @property
     def name(self) -> str:
@@ -44,28 +52,28 @@ class Run:
 
 
 def tests() -> list[str]:
-    """The tests that together visit every kernel, the slowest first; those of some rows are a part of others."""
+    """The tests of rows of every placement and of every tile, the slowest first; those of some rows are a part."""
     chosen = "test_memory and cuda and not some_rows"
     command = [*PYTEST, "--collect-only", "tests/test_frames.py", "-k", chosen]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     return [line for line in reversed(listed.splitlines()) if line.startswith("tests/")]
 
 
-def runs(ids: list[str]) -> list[Run]:
-    """The tests under each tool."""
-    found = []
-    for tool in TOOLS:
-        parts = {}
-        for test in ids:
-            row_op = re.search(r"(\w+)-(\w+)-cuda", test)
-            if tool == "initcheck" and not row_op:
-                continue
-            part = f"{row_op[1]} {row_op[2]}" if row_op else "matmul"
-            if tool == "racecheck":
-                part += " " + re.sub(r".*::test_memory_of_|-?\w+-\w+-cuda|[\[\]]", " ", test).strip()
-            parts.setdefault(part, []).append(test)
-        found += [Run(tool, part, tuple(of_part)) for part, of_part in parts.items()]
-    return found
+def test_runs(tool: str, ids: list[str]) -> list[Run]:
+    """The tests under a tool, those of an op and a dtype together."""
+    parts = {}
+    for test in ids:
+        row_op = re.search(r"(\w+)-(\w+)-cuda", test)
+        if tool != "initcheck" or row_op:
+            parts.setdefault(f"{row_op[1]} {row_op[2]}" if row_op else "matmul", []).append(test)
+    return [Run(tool, part, (*PYTEST, *of_part), len(of_part)) for part, of_part in parts.items()]
+
+
+def kernel_runs(tool: str, parts: int, survey: pathlib.Path, seconds: float) -> list[Run]:
+    """The calls that launch each kernel, under a tool; they stop when the seconds are over."""
+    command = (*SURVEY, "run", str(survey), "--parts", str(parts), "--seconds", str(seconds))
+    command += ("--no-matmul",) if tool == "initcheck" else ()
+    return [Run(tool, f"kernels {i}", (*command, "--part", str(i))) for i in range(parts)]
 
 
 def gpus() -> list[str]:
@@ -76,49 +84,98 @@ def gpus() -> list[str]:
     return [str(i) for i in range(len(listed.splitlines()))]
 
 
+def environment(gpu: str, **more: str) -> dict[str, str]:
+    """That of a process that has one GPU and one thread to itself."""
+    one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return os.environ | one | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu} | more
+
+
 def sanitize(run: Run, gpu: str, more: list[str]) -> tuple[bool, str, str]:
     """Whether the tool found nothing, a line about it, and its output."""
     start = time.perf_counter()
-    command = ["compute-sanitizer", "--tool", run.tool, "--print-limit", "5", "--error-exitcode", "1"]
-    command += [*PYTEST, *run.tests, *more]
-    environment = os.environ | {"JAXOPS_BARE_MEMORY": run.tool, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu}
-    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = ["compute-sanitizer", "--tool", run.tool, "--print-limit", "5", "--error-exitcode", "1", *run.command]
+    command += more if run.tests else []
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment(gpu, JAXOPS_BARE_MEMORY=run.tool),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    passed = re.search(r"^(?:=+ )?((\d+) passed\b.*?) in ", done.stdout, re.MULTILINE)
+    ran = re.search(r"^(?:=+ )?((\d+) passed\b.*?) in |^(ran \d+ of \d+ calls)$", done.stdout, re.MULTILINE)
     found = re.findall(r"={9} (?:ERROR|RACECHECK) SUMMARY: (.*)", done.stdout)
-    clean = done.returncode == 0 and passed is not None and int(passed[2]) == len(run.tests) and bool(found)
-    said = f"{found[-1] if found else 'no summary'}; {passed[1] if passed else 'no test passed'}"
+    clean = done.returncode == 0 and ran is not None and bool(found)
+    clean = clean and (not run.tests or int(ran[2]) == run.tests)
+    said = f"{found[-1] if found else 'no summary'}; {ran[1] or ran[3] if ran else 'nothing ran'}"
     seconds = time.perf_counter() - start
-    return clean, f"{'ok    ' if clean else 'FAILED'} {run.name:60} {said} ({seconds:.0f} s)", done.stdout
+    return clean, f"{'ok    ' if clean else 'FAILED'} {run.name:40} {said} ({seconds:.0f} s)", done.stdout
+
+
+def surveyed(path: pathlib.Path, gpu: str, seconds: float) -> None:
+    """Surveys which kernels are launched, unless it is known for this module."""
+    command = [*SURVEY, "survey", str(path), "--seconds", str(seconds)]
+    if subprocess.run(command, cwd=ROOT, env=environment(gpu), check=False).returncode:
+        sys.exit("the survey of kernels failed")
+
+
+def report(path: pathlib.Path, tool: str, outputs: dict[str, str], parts: int) -> None:
+    """Prints which kernels the runs of a tool launched, by how many of their calls they say that they ran."""
+    ran = ["0"] * parts
+    for name, output in outputs.items():
+        count = re.search(r"^ran (\d+) of", output, re.MULTILINE)
+        ran[int(name.split()[-1])] = count[1] if count else "0"
+    print(f"\n{tool}, each kernel:", flush=True)
+    command = [*SURVEY, "report", str(path), "--ran", *ran, *(["--no-matmul"] if tool == "initcheck" else [])]
+    subprocess.run(command, cwd=ROOT, env=environment(""), check=True)
 
 
 def main(arguments: list[str]) -> int:
     """Runs the tools; returns how many runs fail."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="runs in whose name, such as 'racecheck matmul', it is found"
+        "--only", default="", metavar="PATTERN", help="runs in whose name, such as 'memcheck matmul', it is found"
     )
     parser.add_argument("--jobs", type=int, help="processes at a time (default: 12 a GPU, at most one a processor)")
+    parser.add_argument("--once", default="racecheck", metavar="TOOLS", help="those under which each kernel runs once")
+    parser.add_argument("--survey", type=pathlib.Path, default=ROOT / "build/kernels.json", help="where it stands")
+    parser.add_argument("--survey-seconds", type=float, default=400, help="survey no more when they are over")
+    parser.add_argument("--run-seconds", type=float, default=1e6, help="begin no more calls when they are over")
     options, more = parser.parse_known_args(arguments)
-    every = runs(tests())
+    devices = gpus()
+    jobs = options.jobs or min(12 * len(devices), os.cpu_count() or 1)
+    once = [tool for tool in TOOLS if tool in options.once.split(",")]
+    if "synccheck" in once:
+        parser.error("synccheck takes the tests alone: each kernel once has too many clusters for it")
+    every, ids = [], []
+    named = [tool for tool in TOOLS if tool in options.only]
+    for tool in named or TOOLS:
+        if tool in once:
+            every += kernel_runs(tool, jobs, options.survey, options.run_seconds)
+        else:
+            every += test_runs(tool, ids := ids or tests())
     chosen = [run for run in every if re.search(options.only, run.name)]
     if not chosen:
         parser.error(f"{options.only!r} is in no run's name: there are {', '.join(run.name for run in every)}")
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
-    failed, devices = 0, gpus()
-    jobs = options.jobs or min(12 * len(devices), os.cpu_count() or 1)
+    if any(not run.tests for run in chosen):
+        surveyed(options.survey, devices[0], options.survey_seconds)
+    failed, outputs = 0, {tool: {} for tool in once}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         turns = zip(chosen, itertools.cycle(devices), strict=False)
-        pending = [pool.submit(sanitize, run, gpu, more) for run, gpu in turns]
+        pending = {pool.submit(sanitize, run, gpu, more): run for run, gpu in turns}
         for job in concurrent.futures.as_completed(pending):
             clean, line, output = job.result()
             print(line, flush=True)
+            if not pending[job].tests:
+                outputs[pending[job].tool][pending[job].name] = output
             if not clean:
                 failed += 1
                 print(output[-4000:], flush=True)
+    for tool, of_tool in outputs.items():
+        if of_tool:
+            report(options.survey, tool, of_tool, jobs)
     print(f"\n{len(chosen) - failed} of {len(chosen)} runs are clean.")
     return failed
 

@@ -1,0 +1,248 @@
+"""Call frames that reach every kernel of the CUDA half: dtypes, options and layouts, made without tracing anything.
+
+tests/kernel_survey.py finds out which kernels they launch, and on how few rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import frames
+import numpy as np
+from frame_cases import matmul_call
+from row_cases import COLUMNS_ONCE
+
+from jaxops.ops import _matmul_choice as choices
+
+CODES = {"f32": 11, "bf16": 16, "f16": 10, "f64": 12}
+
+#: The dtypes T and U of a kernel: ffi/core/types.cuh has the same pairs.
+PAIRS = [(t, t) for t in CODES] + [("bf16", "f32"), ("f32", "bf16"), ("f16", "f32"), ("f32", "f16")]
+
+#: At most so many elements and rows: enough for every block of a GPU to take several rows.
+_ELEMENTS, _ROWS = 1 << 25, 1 << 19
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Calls that differ in their number of rows. path: what of a kernel they run, if one call does not run all of it.
+
+    make: the call on a number of rows, from `least` to `most`.
+    """
+
+    make: Callable[[int], frames.Call]
+    least: int = 4
+    most: int = 4
+    path: str = ""
+
+
+def row_call(
+    handler: str, pair: tuple[str, str], shape: Sequence[int], axes: Sequence[int], has: dict[str, Any], chunks: int = 8
+) -> frames.Call:
+    """A call of a row op, normalised over axes of x.
+
+    has: the optional operands and results by name, and what is not as usual of them. "scale", "bias", "where": the axes
+    along which the operand has size 1. "dscale", "dbias": the axes of rows over which sums are not taken. "causal",
+    "masked", "residual", "dsum", "max": anything.
+    """
+    t, u = (CODES[name] for name in pair)
+    wide = CODES["f64" if pair[0] == "f64" else "f32"]
+    backward, logits = handler.endswith("_bwd"), "softmax" in handler
+    row = tuple(1 if a in axes else d for a, d in enumerate(shape))
+
+    def full(code: int) -> frames.Operand:
+        return frames.Operand(tuple(shape), code)
+
+    def broadcast(name: str, code: int) -> list[frames.Operand]:
+        sizes = tuple(1 if a in has.get(name, ()) else d for a, d in enumerate(shape))
+        return [frames.Operand(sizes, code)] if name in has else []
+
+    def optional(name: str, code: int) -> list[frames.Operand]:
+        return [full(code)] if name in has else []
+
+    of_row = frames.Operand(row, wide)
+    statistics = {"softmax": 0, "log_softmax": 2, "layer_norm": 2, "rms_norm": 1}[handler[:-4]]
+    attributes: dict[str, Any] = {"axes": np.array(axes, np.int64)}
+    operands = [full(t), *(optional("residual", t) if not logits else [])]
+    operands += broadcast("scale", wide) + broadcast("bias", wide) + broadcast("where", 1)
+    results = [full(u if not backward or handler == "softmax_bwd" else t)]
+    if backward:
+        operands += [of_row] * statistics + [full(t if handler == "softmax_bwd" else u)] + optional("dsum", t)
+    elif not logits:
+        results += optional("residual", t) + [of_row] * statistics
+    elif "max" in has:
+        results += [of_row] * statistics
+    sums = [name for name in ("dscale", "dbias") if name in has]
+    if sums:
+        kept = has[sums[0]]
+        summed = frames.Operand(tuple(d if a in axes or a in kept else 1 for a, d in enumerate(shape)), wide)
+        groups, columns = (math.prod(shape[a] for a in named) for named in (kept, axes))
+        results += [frames.Operand((len(sums), groups, chunks, columns), wide), *[summed] * len(sums)]
+    names = ["scale", "where"]
+    if logits:
+        causal = has.get("causal", (-1, -1))
+        attributes |= {"query_axis": np.int64(causal[0]), "key_axis": np.int64(causal[1])}
+        names += ["bias"] + (["dbias"] if backward else ["max"] if handler == "log_softmax_fwd" else [])
+        if backward:
+            attributes["masked"] = np.bool_("masked" in has)
+    else:
+        names += ["dsum", "dscale", "dbias"] if backward else ["residual", "bias"]
+        attributes |= {} if backward else {"epsilon": 1e-5}
+    attributes |= {f"has_{name}": np.bool_(name in has) for name in names}
+    return frames.Call(handler, tuple(operands), tuple(results), attributes)
+
+
+def _options(handler: str, rows: Sequence[int], columns: Sequence[int]) -> list[dict[str, Any]]:
+    """What `row_call` may be given of a handler: operands that lie in packs as x does, and such that do not.
+
+    rows, columns: the axes of x. A kernel reads in packs what changes along the columns; what is the same along them
+    takes the kernels for any layout.
+    """
+    shared, alike, each = tuple(rows), tuple(columns), ()
+    return {
+        "softmax_fwd": [{}, {"scale": alike, "where": each}, {"bias": shared}, {"bias": shared, "where": alike}],
+        "softmax_bwd": [{}, {"scale": alike, "masked": True}, {"scale": alike, "dbias": ()}],
+        "log_softmax_fwd": [
+            {"max": True},
+            {"scale": alike, "where": each, "max": True},
+            {"bias": shared},
+            {"bias": shared, "where": alike},
+        ],
+        "log_softmax_bwd": [
+            {},
+            {"bias": shared, "where": each},
+            {"bias": shared, "where": alike},
+            {"bias": shared, "dbias": ()},
+            {"bias": shared, "where": alike, "dbias": ()},
+        ],
+        "layer_norm_fwd": [
+            {"scale": shared, "bias": shared},
+            {"scale": alike, "residual": True},
+            {"scale": shared, "bias": shared, "where": each, "residual": True},
+            {"where": alike},
+        ],
+        "layer_norm_bwd": [
+            {"scale": shared, "dsum": True},
+            {"scale": alike},
+            {"scale": shared, "where": each, "dscale": (), "dbias": ()},
+            {"where": alike},
+            {"scale": each, "dscale": (), "dbias": ()},
+            {"scale": shared, "dscale": (), "dbias": ()},
+            {"scale": shared, "dscale": (), "dbias": (), "dsum": True},
+            {"scale": alike, "dscale": (), "dbias": ()},
+        ],
+        "rms_norm_fwd": [{"scale": shared}, {"scale": alike, "residual": True}],
+        "rms_norm_bwd": [
+            {"scale": shared, "dsum": True},
+            {"scale": alike},
+            {"scale": each, "dscale": ()},
+            {"scale": shared, "dscale": ()},
+            {"scale": shared, "dscale": (), "dsum": True},
+            {"scale": alike, "dscale": ()},
+        ],
+    }[handler]
+
+
+HANDLERS = tuple(f"{op}_{way}" for op in ("softmax", "log_softmax", "layer_norm", "rms_norm") for way in ("fwd", "bwd"))
+
+#: Lengths of rows of adjacent elements; with the shortest and the longest of those that few tables have places for.
+_COLUMNS = (*COLUMNS_ONCE, 55, 524296)
+#: Lengths of rows whose elements lie apart, and how many rows lie side by side: packs of four rows, or not.
+_ACROSS = [(length, inner) for length in (9, *(2**k for k in range(6, 15)), 65536) for inner in (32, 33)]
+#: Rows of two column axes, the last one of so many elements.
+_TWO_AXES = (33, 48, 501, 512, 4001, 4096)
+
+
+def _sums(has: dict[str, Any]) -> tuple[int, ...]:
+    """In how many chunks sums are taken: few make few blocks; unaligned rows take some kernels in eight only."""
+    return (2, 8) if "dscale" in has or "dbias" in has else (0,)
+
+
+def row_cases() -> Iterator[Case]:
+    """Calls of the row ops."""
+    for handler, pair in itertools.product(HANDLERS, PAIRS):
+
+        def case(shape_of, axes, has, chunks, columns, most=4, path="", handler=handler, pair=pair):
+            if most > 4:  # as many rows as let every block of a GPU, or of the sums' chunks, take several at a time
+                several = chunks * 6 * (32 if columns <= 512 else 8) if chunks else _ROWS
+                most = max(min(several, _ELEMENTS // columns), 4)
+            return Case(lambda rows: row_call(handler, pair, shape_of(rows), axes, has, chunks), 4, most, path)
+
+        for has in _options(handler, (0,), (1,)):
+            for columns, chunks in itertools.product(_COLUMNS, _sums(has)):
+                yield case(lambda rows, n=columns: (rows, n), (1,), has, chunks, columns, _ROWS)
+        for has in _options(handler, (0, 2), (1,)):
+            for (length, inner), chunks in itertools.product(_ACROSS, _sums(has)[:1]):
+                yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has, chunks, length)
+        for has in _options(handler, (0, 2), (1, 3)):
+            for last, chunks in itertools.product(_TWO_AXES, _sums(has)):
+                most = _ROWS if chunks else 4
+                yield case(lambda rows, n=last: (1, 2, rows, n), (1, 3), has, chunks, 2 * last, most)
+        for has in _options(handler, (0, 2, 4), (1, 3)):
+            for (last, inner), chunks in itertools.product([(33, 32), (33, 33), (600, 32), (600, 33)], _sums(has)[:1]):
+                yield case(lambda _, n=last, i=inner: (1, 2, 2, n, i), (1, 3), has, chunks, 2 * last)
+        if pair in (("f32", "f32"), ("bf16", "bf16")):
+            for has in _options(handler, (1,), (2,)):
+                grouped = has | {name: (0,) for name in ("dscale", "dbias") if name in has}
+                for columns in (64, 127, 1000, 4096) if grouped != has else ():
+                    yield case(lambda _, n=columns: (6, 16, n), (2,), grouped, 1, columns, path="groups")
+        if handler in ("softmax_fwd", "log_softmax_bwd"):
+            for has in _options(handler, (0,), (1,))[1:3]:
+                yield case(lambda _: (300, 256), (1,), has | {"causal": (0, 1)}, 0, 256, path="causal")
+
+
+def matmul_cases() -> Iterator[Case]:
+    """Calls of matmul, of more tiles than a GPU has multiprocessors where blocks take several, and of its backward."""
+    tiles = [(name, tile) for name, found in choices.TILES.items() for tile in found]
+    operands = {
+        "16bit": [(16, 16, 16), (10, 10, 10)],
+        "tf32": [(11, 11, 11)],
+        "f32": [(11, 11, 11)],
+        "f8": [(a, b, 16) for a, b in itertools.product((19, 20), repeat=2)],
+        "f8 fast": [(a, b, 11) for a, b in itertools.product((19, 20), repeat=2)],
+    }
+
+    def fixed(*args, path="", **options) -> Case:
+        return Case(lambda _: matmul_call(*args, **options), path=path)
+
+    for name, tile in tiles:
+        small = tile.rows < 64
+        m, n = (tile.rows, 300 * tile.columns) if small else (11 * tile.rows - 8, 30 * tile.columns - 8)
+        for dtypes in operands[name]:
+            for transposed in itertools.product((False, True), repeat=2) if name == "16bit" else [(False, False)]:
+                yield fixed(name, tile, dtypes, (m, n, 256), transposed=transposed)
+                if tile.clusters:
+                    size = (tile.rows if small else 296, 520, 512)
+                    yield fixed(name, tile, dtypes, size, transposed=transposed, splits=2, path="split")
+            if tile.stores_any_rows:
+                copies = (0, 1) if name == "16bit" else None
+                yield fixed(name, tile, dtypes, (min(m, 300), 519, 512), copies=copies, path="any rows")
+        if tile == choices.TILES[name][0]:
+            for dtypes in operands[name]:
+                yield fixed(name, tile, dtypes, (32, 64, 2048), splits=4, partials=True, path="parts")
+                if name != "f32":
+                    wide = (*dtypes[:2], 11)
+                    yield fixed(name, tile, wide, (32, 64, 2048), splits=4, partials=True, path="parts")
+    yield fixed("16bit", choices.TILES["16bit"][1], (16, 16, 16), (65, 127, 129), path="copy", copies=(1, 1))
+    general = [(16, 16, 16), (16, 16, 11), (10, 10, 10), (10, 10, 11), (11, 11, 11)]
+    for dtypes, transposed in itertools.product(general, itertools.product((False, True), repeat=2)):
+        for size in ((296, 264, 200), (299, 263, 201)):
+            yield fixed("16bit", None, dtypes, size, transposed=transposed, copies=(0, 0))
+    for dtype, columns, dbias in itertools.product(("f32", "bf16", "f16"), (264, 263), (False, True)):
+        yield Case(lambda _, code=CODES[dtype], n=columns, dbias=dbias: epilogue_call(code, (2, 300, n), dbias))
+
+
+def epilogue_call(code: int, shape: tuple[int, int, int], dbias: bool) -> frames.Call:
+    """A call of matmul's backward epilogue."""
+    full, (groups, _, columns) = frames.Operand(shape, code), shape
+    sums = [frames.Operand((groups, 4, columns), 11), frames.Operand((groups, columns), 11)] if dbias else []
+    attributes = {"activation": np.int32(2), "has_dz": np.bool_(True), "has_dbias": np.bool_(dbias)}
+    return frames.Call("epilogue_bwd", (full, full), (full, *sums), attributes)
+
+
+def every_case() -> list[Case]:
+    return [*matmul_cases(), *row_cases()]
