@@ -85,7 +85,7 @@ sanitize: build
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) thread -m '' \
 	  tests/test_frames.py -k 'not cuda' $(ARGS)
 
-# The GPU handlers under compute-sanitizer. make sanitize-gpu ARGS='--only "racecheck matmul"'
+# The GPU handlers under compute-sanitizer. make sanitize-gpu ARGS='--only "memcheck matmul"'
 sanitize-gpu: build
 	$(python) tools/sanitize_gpu.py $(ARGS)
 

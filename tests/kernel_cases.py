@@ -166,22 +166,22 @@ def row_cases() -> Iterator[Case]:
     """Calls of the row ops."""
     for handler, pair in itertools.product(HANDLERS, PAIRS):
 
-        def case(shape_of, axes, has, chunks, columns, most=4, path="", handler=handler, pair=pair):
-            if most > 4:  # as many rows as let every block of a GPU, or of the sums' chunks, take several at a time
-                several = chunks * 6 * (32 if columns <= 512 else 8) if chunks else _ROWS
-                most = max(min(several, _ELEMENTS // columns), 4)
-            return Case(lambda rows: row_call(handler, pair, shape_of(rows), axes, has, chunks), 4, most, path)
+        def case(shape_of, axes, has, chunks, columns, *, grows=False, path="", handler=handler, pair=pair) -> Case:
+            least = 4 if columns < 10000 else 2
+            # As many rows as let every block of a GPU, or of the sums' chunks, take several at a time.
+            several = chunks * 6 * (32 if columns <= 512 else 8) if chunks else _ROWS
+            most = max(min(several, _ELEMENTS // columns), least) if grows else least
+            return Case(lambda rows: row_call(handler, pair, shape_of(rows), axes, has, chunks), least, most, path)
 
         for has in _options(handler, (0,), (1,)):
             for columns, chunks in itertools.product(_COLUMNS, _sums(has)):
-                yield case(lambda rows, n=columns: (rows, n), (1,), has, chunks, columns, _ROWS)
+                yield case(lambda rows, n=columns: (rows, n), (1,), has, chunks, columns, grows=True)
         for has in _options(handler, (0, 2), (1,)):
             for (length, inner), chunks in itertools.product(_ACROSS, _sums(has)[:1]):
                 yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has, chunks, length)
         for has in _options(handler, (0, 2), (1, 3)):
             for last, chunks in itertools.product(_TWO_AXES, _sums(has)):
-                most = _ROWS if chunks else 4
-                yield case(lambda rows, n=last: (1, 2, rows, n), (1, 3), has, chunks, 2 * last, most)
+                yield case(lambda rows, n=last: (1, 2, rows, n), (1, 3), has, chunks, 2 * last, grows=chunks > 0)
         for has in _options(handler, (0, 2, 4), (1, 3)):
             for (last, inner), chunks in itertools.product([(33, 32), (33, 33), (600, 32), (600, 33)], _sums(has)[:1]):
                 yield case(lambda _, n=last, i=inner: (1, 2, 2, n, i), (1, 3), has, chunks, 2 * last)
@@ -189,7 +189,7 @@ def row_cases() -> Iterator[Case]:
             for has in _options(handler, (1,), (2,)):
                 grouped = has | {name: (0,) for name in ("dscale", "dbias") if name in has}
                 for columns in (64, 127, 1000, 4096) if grouped != has else ():
-                    yield case(lambda _, n=columns: (6, 16, n), (2,), grouped, 1, columns, path="groups")
+                    yield case(lambda _, n=columns: (16, 24, n), (2,), grouped, 1, columns, path="groups")
         if handler in ("softmax_fwd", "log_softmax_bwd"):
             for has in _options(handler, (0,), (1,))[1:3]:
                 yield case(lambda _: (300, 256), (1,), has | {"causal": (0, 1)}, 0, 256, path="causal")

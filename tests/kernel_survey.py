@@ -122,6 +122,15 @@ class Kernel:
         return ([*self._numbers()[1], 0, 0, 0, 1][3]) if self.placement else 1
 
     @property
+    def weight(self) -> float:
+        """What a launch costs under racecheck, next to one without clusters."""
+        along, numbers = self._numbers()
+        if self.cluster < 8:
+            return 1
+        threads = max(numbers[0], 128) if along else numbers[0] * numbers[1]
+        return (10 if self.cluster == 16 else 3) * threads / 256
+
+    @property
     def stays(self) -> bool:
         """Whether blocks take one row after the other."""
         return self.name in ("RowSumsKernel", "RowStreamKernel")
@@ -181,10 +190,8 @@ class Surveyed:
 
 
 def cost(launches: Iterable[tuple[str, int]], elements: int) -> float:
-    """What launches on so many blocks cost. Of clusters of 16 blocks one takes as long as many others."""
-    weights = {8: 3, 16: 10}
-    each = (weights.get(Kernel.of(name).cluster, 1) * (1 + blocks / 512) for name, blocks in launches)
-    return sum(each) + elements / (1 << 20)
+    """What launches on so many blocks cost."""
+    return sum(Kernel.of(name).weight * (1 + blocks / 512) for name, blocks in launches) + elements / (1 << 20)
 
 
 class _CallbackData(c.Structure):
@@ -399,13 +406,14 @@ def choose(calls: Sequence[Surveyed]) -> list[Surveyed]:
 
 
 def part_of(chosen: Sequence[Surveyed], part: int, parts: int) -> list[Surveyed]:
-    """One of equally long parts, the cheapest calls first."""
+    """One of equally long parts, in any order: what costs the GPU runs beside what costs the host."""
     loads, members = [(0.0, i) for i in range(parts)], [[] for _ in range(parts)]
     for entry in sorted(chosen, key=lambda entry: -entry.cost):
         load, i = heapq.heappop(loads)
         members[i].append(entry)
         heapq.heappush(loads, (load + entry.cost, i))
-    return members[part][::-1]
+    random.Random(part).shuffle(members[part])
+    return members[part]
 
 
 def load(path: str, no_matmul: bool = False) -> tuple[dict, list[Surveyed]]:

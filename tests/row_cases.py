@@ -21,7 +21,7 @@ COLUMNS = sorted(
     | {n + 1 for n in _STAGED}
 )
 
-#: Some of them, for tools under which a call may take seconds: of aligned rows each capacity itself, of unaligned ones
+#: Some of them, for tools under which a call takes long: of aligned rows each capacity itself, of unaligned ones
 #: the longest row that each placement for them holds (rows/launch.cuh and rows/row_loop.cuh), and the streamed ones.
 _UNALIGNED = (96, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 4096, 5120, 10240, 16384)
 _UNALIGNED += (20480, 28672, 32768, 40960, 57344)
@@ -49,9 +49,8 @@ STRIDED_ONCE += [(1, 2**k, 8) for k in range(6, 15)]
 def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
     """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other.
 
-    tool: of compute-sanitizer, the one that runs, if one does. Under racecheck, where each access to shared memory
-    costs, an eighth of the aligned rows, or 33: four for each of eight blocks. Under synccheck two where clusters of 16
-    blocks take them (tools/sanitize_gpu.py).
+    tool: of compute-sanitizer, the one that runs, if one does. Under synccheck two rows where clusters of 16 blocks
+    take them (tools/sanitize_gpu.py).
     """
     pack = 16 // np.dtype(dtype).itemsize
     shapes = [(9001, 8 * pack), (4301, 16 * pack), (2201, 32 * pack), (1101, 64 * pack)]
@@ -60,9 +59,6 @@ def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
     shapes += [(17001, 127), (8501, 255), (6501, 511), (3301, 1001), (1701, 2047), (1501, 4097)]
     shapes += [(411, 8193), (261, 12289), (201, 20001), (131, 33001), (71, 50257), (43, 65537), (43, 100001)]
     shapes += [(35, 131071), (17, 200003), (17, 262143)]
-    if tool == "racecheck":
-        aligned = lambda columns: columns % pack == 0  # noqa: E731
-        shapes = [(min(rows, max(rows // 8, 33)) if aligned(columns) else rows, columns) for rows, columns in shapes]
     if tool == "synccheck":
         shapes = [(rows if columns <= 8192 * pack else 2, columns) for rows, columns in shapes]
     return shapes if on_gpu else [(min(rows, 70), columns) for rows, columns in shapes if columns < 5000]

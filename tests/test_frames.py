@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 
 import frames
+import kernel_cases
 import ml_dtypes
 import numpy as np
 import pytest
@@ -91,8 +92,19 @@ def test_memory_of_many_rows(half, op, dtype, options, memory, rng):
         for call in row_calls(op, dtype, options, False, half):
             if not takes(call, columns):
                 continue
-            for chunks in (None, 8) if call.workspaces and frames.BARE != "racecheck" else (8,):
+            for chunks in (None, 8) if call.workspaces else (8,):
                 frames.check_memory(half, there, resized(call, rows, columns, chunks=chunks), rng)
+
+
+@every_half
+@pytest.mark.parametrize("handler", kernel_cases.HANDLERS)
+def test_memory_of_every_layout(half, handler, memory, rng):
+    """Of all pairs of dtypes, options that lie as x does and others, rows of several axes: some of short rows."""
+    there = memory_of(memory, half)
+    calls = [case.make(case.least) for case in kernel_cases.row_cases()]
+    short = [c for c in calls if c.handler == handler and sum(b.bytes for b in (*c.operands, *c.results)) < 1 << 16]
+    for call in short[::11]:
+        frames.check_memory(half, there, call, rng)
 
 
 @needs_cuda
