@@ -10,8 +10,9 @@ tests/row_cases.py) and of every tile, without red zones, as the tools watch the
 
 Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
 those that fail, and a summary; exits non-zero if one fails.
-`--only "memcheck (softmax|layer_norm) float32"` runs those in whose name the expression is found, `--only "racecheck"`
-a tool alone.
+`--only "memcheck (softmax|layer_norm) float32"` runs those in whose name the expression is found, `--only racecheck` a
+tool alone. `--survey-seconds` and `--run-seconds` stop early: another survey goes on from there, and what did not run
+is among what was never launched.
 synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
 of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two (TUNING.md).
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
@@ -52,7 +53,7 @@ class Run:
 
 
 def tests() -> list[str]:
-    """The tests of rows of every placement and of every tile, the slowest first; those of some rows are a part."""
+    """The tests of rows of every placement and of every tile, the slowest first, those of some rows left out."""
     chosen = "test_memory and cuda and not some_rows and not every_layout"
     command = [*PYTEST, "--collect-only", "tests/test_frames.py", "-k", chosen]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
