@@ -80,6 +80,7 @@ T* Data(const AnyBuffer& buffer) {
 // N consecutive elements, read and written in accesses of at most 16 bytes.
 template <class T, int N>
 struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack {
+  using Element = T;
   T lane[N];
 
   __device__ T Get(int i) const { return lane[i]; }
@@ -95,12 +96,24 @@ struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack {
 template <class T, int N>
   requires(sizeof(T) == 2 && N % 2 == 0)
 struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack<T, N> {
+  using Element = T;
   using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   uint32_t words[N / 2];
 
   __device__ T Get(int i) const {
     const uint16_t bits = static_cast<uint16_t>(i % 2 ? words[i / 2] >> 16 : words[i / 2]);
     return reinterpret_cast<const T&>(bits);
+  }
+  // Each element times a number, rounded.
+  __device__ Pack Times(T factor) const {
+    const Two both = {factor, factor};
+    Pack out;
+#pragma unroll
+    for (int w = 0; w < N / 2; ++w) {
+      const Two product = __hmul2(reinterpret_cast<const Two&>(words[w]), both);
+      out.words[w] = reinterpret_cast<const uint32_t&>(product);
+    }
+    return out;
   }
   __device__ void Set(int i, T value) {
     const uint32_t bits = reinterpret_cast<const uint16_t&>(value);
@@ -115,6 +128,27 @@ struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack<T, N> {
       const __half2 both = reinterpret_cast<const __half2&>(word);
       return i % 2 ? __high2float(both) : __low2float(both);
     }
+  }
+};
+
+// For each of N elements of 16 bits ones or zeros.
+template <int N>
+struct HalfMasks {
+  uint32_t words[N / 2];
+
+  // The pack's elements where there are ones, `other` elsewhere.
+  template <class T>
+  __device__ Pack<T, N> Choose(const Pack<T, N>& pack, T other) const {
+    Pack<T, N> out;
+    if constexpr (sizeof(T) == 2) {
+      const uint32_t both = reinterpret_cast<const uint16_t&>(other) * 0x10001u;
+#pragma unroll
+      for (int w = 0; w < N / 2; ++w) out.words[w] = (pack.words[w] & words[w]) | (both & ~words[w]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) out.Set(i, words[i / 2] & (i % 2 ? 0x10000u : 1u) ? pack.Get(i) : other);
+    }
+    return out;
   }
 };
 

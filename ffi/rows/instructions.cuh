@@ -22,6 +22,13 @@ __device__ inline float MaxOrNaN(float a, float b) {
   return result;
 }
 
+// Four booleans, one a byte, as ones in the halves of two words.
+__device__ inline void SpreadBooleans(uint32_t four, uint32_t* words) {
+  four <<= 7;  // to the bytes' signs, which a selector of 8 or more repeats
+  asm("prmt.b32 %0, %1, 0, 0x9988;" : "=r"(words[0]) : "r"(four));
+  asm("prmt.b32 %0, %1, 0, 0xbbaa;" : "=r"(words[1]) : "r"(four));
+}
+
 __device__ inline uint32_t ClusterRank() {
   uint32_t rank = 0;
 #if __CUDA_ARCH__ >= 900

@@ -89,6 +89,18 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     }
   };
 
+  // The same, each row times a positive number.
+  template <class T>
+  struct Scaled {
+    Held<T> x;
+    PerRow<A> factor;
+    __device__ auto operator()(int pack, int) const {
+      return [values = x.packs[pack], by = factor.value[pack / kPerRow]](int i) {
+        return values.template Widen<A>(i) * by;
+      };
+    }
+  };
+
   // A tensor of x's shape. `outside`, what stands in the packs beyond a row's
   // edges, should leave its reductions alone. kInput: the tensor's number among
   // the op's inputs, for rows that are fetched ahead.
@@ -157,6 +169,15 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     }
   }
 
+  // The values of all packs, whether the row has columns there or not.
+  template <class E>
+  static __device__ Held<A> KeepAll(const E& expression) {
+    Held<A> held;
+#pragma unroll
+    for (int pack = 0; pack < kHeldPacks; ++pack) held.packs[pack] = ToPack<A, kV>(expression(pack, 0));
+    return held;
+  }
+
   // The same where registers are to spare beside a row's packs, which is where
   // rows are fetched ahead.
   template <class E>
@@ -200,33 +221,28 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     return values;
   }
 
-  // A broadcast operand of any floating dtype, as values of the accumulator's, kept; `absent` if there is none. The
-  // dtype is asked for once, not for each pack: else no read could start before the last had ended.
-  template <int kSlot>
-  __device__ Held<A> LoadOperand(const Operand& operand, A absent) const {
-    Held<A> values;
+  // What `combine` makes of a broadcast operand of any floating dtype, held: combine(values) -> Held<A>; `absent` if
+  // there is none. The dtype is asked for once, not for each pack: else no read could start before the last had ended.
+  template <int kSlot, class Combine>
+  __device__ Held<A> CombineOperand(const Operand& operand, A absent, const Combine& combine) const {
     const auto read = [&]<class T>(const T* data) {
-      Held<T> narrow = {};
+      Held<T> values = {};
       ForEachPack(
-          [&](int pack, int column) { narrow.packs[pack] = this->template ReadBroadcast<kSlot>(data, pack, column); });
-#pragma unroll
-      for (int pack = 0; pack < kHeldPacks; ++pack)
-#pragma unroll
-        for (int i = 0; i < kV; ++i) values.packs[pack].lane[i] = narrow.packs[pack].template Widen<A>(i);
+          [&](int pack, int column) { values.packs[pack] = this->template ReadBroadcast<kSlot>(data, pack, column); });
+      return combine(values);
     };
     if (!operand.data) {
+      Held<A> none;
 #pragma unroll
-      for (Pack<A, kV>& pack : values.packs)
-#pragma unroll
-        for (A& value : pack.lane) value = absent;
+      for (Pack<A, kV>& pack : none.packs) pack = ToPack<A, kV>([=](int) { return absent; });
+      return combine(none);
     } else if (std::is_same_v<A, double> || operand.type == DataType::F32) {
-      read(static_cast<const A*>(operand.data));
+      return read(static_cast<const A*>(operand.data));
     } else if (operand.type == DataType::BF16) {
-      read(static_cast<const __nv_bfloat16*>(operand.data));
+      return read(static_cast<const __nv_bfloat16*>(operand.data));
     } else {
-      read(static_cast<const __half*>(operand.data));
+      return read(static_cast<const __half*>(operand.data));
     }
-    return values;
   }
 
   // Whether a condition on values of the same row holds for all rows of the
@@ -498,6 +514,13 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
         for (int i = 0; i < kV; ++i) out[r].v[0] = Max::Join(out[r].v[0], largest[r].template Widen<A>(i));
       }
     }
+  }
+
+  template <class T>
+  __device__ void FoldMax(Values<A, 1> (&out)[kRows], const Scaled<T>& z) const {
+    FoldMax(out, z.x);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) out[r].v[0] *= z.factor.value[r];
   }
 
   // A streamed row's share of max and total of exponentials, in one walk; in

@@ -7,6 +7,7 @@
 #include <limits>
 #include <utility>
 
+#include "core/vector_store.cuh"
 #include "rows/exchange.cuh"
 #include "rows/geometry.cuh"
 
@@ -287,7 +288,7 @@ class RowPacks {
     if (!live(pack) || (kPadded && !Begins(pack, column))) return;
     T* const target = tensor + Offset(0, pack, column);
     if (Whole(column)) {
-      *reinterpret_cast<Pack<T, kV>*>(target) = values;
+      StoreVector(reinterpret_cast<Pack<T, kV>*>(target), values);
     } else {
 #pragma unroll
       for (int i = 0; i < kV; ++i)

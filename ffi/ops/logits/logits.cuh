@@ -76,6 +76,53 @@ struct LogitsOptions {
     return bits;
   }
 
+  // Whether the masks of such rows are applied to their packs, which are held, two elements of 16 bits at a time.
+  template <class T, class Row>
+  static constexpr bool kByWords =
+      !kNone && sizeof(T) == 2 && !Row::P::kAcross && Row::kLay == rows::Lay::kPlain && Row::kV % 4 == 0 &&
+      requires(const Row& row, const T* x) { row.template Load<0>(x).packs; };
+
+  // Which entries of the thread's packs take part, a byte each, and as ones in their halves of a pack's words. All
+  // reads of `where` begin before the first is used.
+  template <class Row>
+  struct HeldBooleans {
+    static constexpr int kWords = Row::kV / 4;
+    uint32_t packs[Row::kHeldPacks][kWords];
+    __device__ HalfMasks<Row::kV> Halves(int pack) const {
+      HalfMasks<Row::kV> masks;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) rows::SpreadBooleans(packs[pack][w], masks.words + 2 * w);
+      return masks;
+    }
+  };
+  template <class Row>
+  __device__ HeldBooleans<Row> VisibleBooleans(const Row& row) const {
+    HeldBooleans<Row> held;
+#pragma unroll
+    for (auto& pack : held.packs)
+#pragma unroll
+      for (uint32_t& word : pack) word = 0x01010101u;
+    if (where) {
+      row.ForEachPack([&](int pack, int column) {
+        const auto seen = row.template ReadBroadcast<Slot::kWhere>(where, pack, column);
+#pragma unroll
+        for (int w = 0; w < held.kWords; ++w) held.packs[pack][w] = reinterpret_cast<const uint32_t&>(seen.lane[4 * w]);
+      });
+    }
+    if (causal) {
+      const bool along = row.Step(Slot::kDiagonal) == -1;
+      row.ForEachPack([&](int pack, int column) {
+        // Of a row with one query all packs but one are before it or left out.
+        if (along && row.Offset(Slot::kDiagonal, pack, column) >= Row::kV - 1) return;
+        const uint32_t bits = CausalBits(row, pack, column);
+#pragma unroll
+        for (int w = 0; w < held.kWords; ++w)
+          held.packs[pack][w] &= (bits >> 4 * w & 0xfu) * 0x204081u & 0x01010101u;  // bit i to byte i
+      });
+    }
+    return held;
+  }
+
   template <class Row>
   struct HeldBits {
     uint32_t packs[Row::kHeldPacks];
@@ -84,12 +131,12 @@ struct LogitsOptions {
     }
   };
 
-  // The same as an expression of booleans.
-  template <class Row>
+  // Which entries take part, as an expression of booleans; kKept: kept where the row is held.
+  template <bool kKept = true, class Row>
   __device__ auto Visible(const Row& row) const {
     if constexpr (kNone) {
       return [](int, int) { return [](int) { return true; }; };
-    } else if constexpr (Row::kHeld) {
+    } else if constexpr (kKept && Row::kHeld) {
       HeldBits<Row> held = {};
       row.ForEachPack([&](int pack, int column) { held.packs[pack] = VisibleBits(row, pack, column); });
       return held;
@@ -100,20 +147,25 @@ struct LogitsOptions {
     }
   }
 
-  // The logits x scale + bias, -inf where they are masked; and which are not.
-  template <class T, class Row>
+  // The logits x scale + bias, -inf where they are masked; and which are not. kKept: the latter will be asked for more
+  // than rarely.
+  template <bool kKept = true, class T, class Row>
   __device__ auto Load(const Row& row, const T* x) const {
     constexpr A kMasked = -std::numeric_limits<A>::infinity();
     const auto logit = [](A value, bool seen, A s, A b) { return seen ? value * s + b : kMasked; };
     if constexpr (kNone) {
       return std::pair(row.template Load<0>(x, T(kMasked)), Visible(row));
+    } else if constexpr (kByWords<T, Row>) {
+      const auto z = LoadByWords(row, x);
+      return std::pair(z, Visible<kKept>(row));
     } else if constexpr (kGiven == Given::kMasks) {
       const auto raw = row.template Load<0>(x);
       const auto visible = Visible(row);
       return std::pair(row.Keep(rows::Map(logit, raw, visible, Scale(row), row.Same(A{0}))), visible);
     } else if constexpr (Row::kHeld && !Row::P::kAcross && Row::kLay != rows::Lay::kGeneral) {
       const auto raw = row.template Load<0>(x);
-      const auto biases = row.template LoadOperand<Slot::kBias>(bias, A{0});
+      const auto biases =
+          row.template CombineOperand<Slot::kBias>(bias, A{0}, [](const auto& values) { return Row::KeepAll(values); });
       const auto visible = Visible(row);
       return std::pair(row.Keep(rows::Map(logit, raw, visible, Scale(row), biases)), visible);
     } else {
@@ -140,6 +192,43 @@ struct LogitsOptions {
       return row.Same(A{1});
     } else {
       return scale ? row.template LoadRow<Slot::kScale>(scale) : row.Same(A{1});
+    }
+  }
+
+ private:
+  // Masked entries are made -inf, their biases 0. A scale that is not positive goes into the packs, so that they stay
+  // so. All reads begin before the first is used.
+  template <class T, class Row>
+  __device__ auto LoadByWords(const Row& row, const T* x) const {
+    auto raw = row.template Load<0>(x);
+    auto factor = Scale(row);
+    const HeldBooleans<Row> seen = VisibleBooleans(row);
+    const auto mask = [&] {
+      if (!Row::All([](A s) { return s > 0; }, factor)) {
+#pragma unroll
+        for (int pack = 0; pack < Row::kHeldPacks; ++pack) {
+          const A s = factor.value[pack / Row::kPerRow];
+          raw.packs[pack] = raw.packs[pack].Times(T(s < 0 ? -1.0f : s == 0 ? 0.0f : 1.0f));
+        }
+        factor = row.Each([](A s) { return s < 0 ? -s : s == 0 ? A{1} : s; }, factor);
+      }
+#pragma unroll
+      for (int pack = 0; pack < Row::kHeldPacks; ++pack)
+        raw.packs[pack] = seen.Halves(pack).Choose(raw.packs[pack], T(-std::numeric_limits<A>::infinity()));
+    };
+    if constexpr (kGiven == Given::kMasks) {
+      mask();
+      return typename Row::template Scaled<T>{raw, factor};
+    } else {
+      return row.template CombineOperand<Slot::kBias>(bias, A{0}, [&]<class B>(B biases) {
+        mask();
+#pragma unroll
+        for (int pack = 0; pack < Row::kHeldPacks; ++pack) {
+          using Element = typename std::remove_cvref_t<decltype(biases.packs[pack])>::Element;
+          biases.packs[pack] = seen.Halves(pack).Choose(biases.packs[pack], Element(0.0f));
+        }
+        return Row::KeepAll(rows::Map([](A value, A s, A b) { return value * s + b; }, raw, factor, biases));
+      });
     }
   }
 };
@@ -177,7 +266,7 @@ struct LogitsForward : LogitsOp<kGiven, 1, kRowValues> {
     (*this)(row, 0, 0);
   }
   __device__ void operator()(auto& row, int, int) const {
-    const auto [z, visible] = options.Load(row, x);
+    const auto [z, visible] = options.template Load</*kKept=*/false>(row, x);
     op().Finish(row, z, visible, row.ReduceExponentials(z));
   }
   // The same in two halves.
@@ -187,7 +276,7 @@ struct LogitsForward : LogitsOp<kGiven, 1, kRowValues> {
   }
   __device__ auto Begin(const auto& row, int, int) const { return row.PartOfExponentials(options.Load(row, x).first); }
   __device__ void End(const auto& row, int, int, const auto& sums) const {
-    const auto [z, visible] = options.Load(row, x);
+    const auto [z, visible] = options.template Load</*kKept=*/false>(row, x);
     op().Finish(row, z, visible, sums);
   }
 

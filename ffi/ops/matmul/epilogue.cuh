@@ -6,6 +6,7 @@
 
 #include "core/launch.cuh"
 #include "core/types.cuh"
+#include "core/vector_store.cuh"
 #include "ops/matmul/problem.h"
 
 namespace jaxops::matmul {
@@ -136,7 +137,7 @@ __device__ void StoreRow(const Problem& p, int64_t batch, const Offsets& offsets
   const auto store = [&](void* target, const Pack<U, kCount>& values) {
     U* const to = static_cast<U*>(target) + offset;
     if (p.n % kCount == 0) {  // then every row starts at a pack's alignment
-      *reinterpret_cast<Pack<U, kCount>*>(to) = values;
+      StoreVector(reinterpret_cast<Pack<U, kCount>*>(to), values);
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)

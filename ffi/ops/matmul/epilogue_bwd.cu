@@ -2,6 +2,7 @@
 // tensors.
 #include <optional>
 
+#include "core/vector_store.cuh"
 #include "ops/matmul/epilogue.cuh"
 #include "rows/column_sums.cuh"
 
@@ -57,8 +58,8 @@ __global__ void __launch_bounds__(kThreads) EpilogueBackward(const __grid_consta
 #pragma unroll
         for (int j = 0; j < kPack; ++j) sums[j] += dz[j];
         if (a.dz) {
-          *reinterpret_cast<P*>(static_cast<T*>(a.dz) + start + (row + i * kWarps) * a.columns) =
-              ToPack<T, kPack>([&](int j) { return dz[j]; });
+          T* const to = static_cast<T*>(a.dz) + start + (row + i * kWarps) * a.columns;
+          StoreVector(reinterpret_cast<P*>(to), ToPack<T, kPack>([&](int j) { return dz[j]; }));
         }
       }
     }

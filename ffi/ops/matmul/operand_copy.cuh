@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/launch.cuh"
+#include "core/vector_store.cuh"
 
 namespace jaxops::matmul {
 
@@ -36,9 +37,9 @@ static __global__ void __launch_bounds__(kCopyThreads)
   for (int i = 0; i < 6; ++i) w[i] = words & 2 ? w[i + 2] : w[i];
 #pragma unroll
   for (int i = 0; i < 5; ++i) w[i] = words & 1 ? w[i + 1] : w[i];
-  *reinterpret_cast<uint4*>(to + row * stride + piece * 16) =
-      make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits),
-                 __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
+  StoreVector(reinterpret_cast<uint4*>(to + row * stride + piece * 16),
+              make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits),
+                         __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits)));
 }
 
 inline cudaError_t LaunchPadRows(cudaStream_t stream, const MatrixStack& from, int element_bytes, void* to,

@@ -1,0 +1,30 @@
+// Stores of whole vectors. nvcc may make several stores of a word each of an assignment of aligned words, as it did in
+// a third of the row kernels: each of them then writes a part of every sector.
+#ifndef JAXOPS_CORE_VECTOR_STORE_CUH_
+#define JAXOPS_CORE_VECTOR_STORE_CUH_
+
+#include <cstdint>
+
+namespace jaxops {
+
+// In vectors of 16 or 8 bytes, to which `to` in global memory must be aligned; what is smaller is assigned. Nothing
+// that a kernel stores so is read by it.
+template <class V>
+__device__ void StoreVector(V* to, const V& value) {
+  [[maybe_unused]] const uint32_t* const words = reinterpret_cast<const uint32_t*>(&value);
+  [[maybe_unused]] const size_t address = __cvta_generic_to_global(to);
+  if constexpr (sizeof(V) % 16 == 0) {
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(sizeof(V) / 4); w += 4)
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address + 4 * w), "r"(words[w]), "r"(words[w + 1]),
+                   "r"(words[w + 2]), "r"(words[w + 3]));
+  } else if constexpr (sizeof(V) == 8) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(words[0]), "r"(words[1]));
+  } else {
+    *to = value;
+  }
+}
+
+}  // namespace jaxops
+
+#endif  // JAXOPS_CORE_VECTOR_STORE_CUH_
