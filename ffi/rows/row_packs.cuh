@@ -68,6 +68,19 @@ __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
   return out;
 }
 
+// Writes what nothing will read soon: caches keep other data longer.
+template <class T, int N>
+__device__ void StreamPack(T* target, const Pack<T, N>& values) {
+  constexpr int kBytes = sizeof(values);
+  if constexpr (kBytes >= 16) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i)
+      __stcs(reinterpret_cast<uint4*>(target) + i, reinterpret_cast<const uint4*>(&values)[i]);
+  } else {
+    __stcs(reinterpret_cast<uint2*>(target), reinterpret_cast<const uint2&>(values));
+  }
+}
+
 // kPadded: packs beyond a row's end, and rows beyond the last, are zeros that
 // leave the body's sums alone, so that they are not tested for but where they
 // are stored.
@@ -142,7 +155,7 @@ class RowPacks {
   // negative.
   template <class Fn, class After>
   __device__ void ForEachPack(Fn fn, After after) const {
-    const int end = min(columns(), limit_);
+    const int end = min(this->end(), limit_);
     if constexpr (kPadded) {
 #pragma unroll
       for (int pack = 0; pack < kHeldPacks; ++pack)
@@ -150,6 +163,11 @@ class RowPacks {
       after();
     } else if constexpr (kHeld) {
       ForEachPackBefore(end, fn);
+      after();
+    } else if constexpr (P::kBackwards) {
+      const int packs = (end - FirstColumn(0) + kColumnStep - 1) / kColumnStep;
+#pragma unroll(kUnrolled)
+      for (int k = packs - 1; k >= 0; --k) fn(0, FirstColumn(0) + k * kColumnStep);
       after();
     } else {
       for (int begin = FirstColumn(0); begin < end; begin += kRun * kColumnStep) {
@@ -170,7 +188,7 @@ class RowPacks {
   template <int kFew, class Fn, class After>
   __device__ void ForEachFewPacks(Fn fn, After after) const {
     static_assert(!kHeld && kRun % kFew == 0);
-    const int end = min(columns(), limit_);
+    const int end = min(this->end(), limit_);
     int column = FirstColumn(0);
     while (column + (kFew - 1) * kColumnStep < end) {
       for (int k = 0; k < kRun && column + (kFew - 1) * kColumnStep < end; k += kFew) {
@@ -192,7 +210,7 @@ class RowPacks {
   }
 
   // Where the columns end that this block may have.
-  __device__ int end() const { return P::kStaged && P::kCluster > 1 ? end_ : columns(); }
+  __device__ int end() const { return P::kSplit || (P::kStaged && P::kCluster > 1) ? end_ : columns(); }
   // Whether a pack begins before that.
   __device__ bool Begins(int pack, int column) const { return pack % kPerRow < P::kSure || column < end(); }
 
@@ -286,7 +304,9 @@ class RowPacks {
   __device__ void Write(T* tensor, int pack, int column, const Pack<T, kV>& values) const {
     if (!live(pack) || (kPadded && !Begins(pack, column))) return;
     T* const target = tensor + Offset(0, pack, column);
-    if (Whole(column)) {
+    if constexpr (P::kStreaming) {
+      StreamPack(target, values);
+    } else if (Whole(column)) {
       *reinterpret_cast<Pack<T, kV>*>(target) = values;
     } else {
 #pragma unroll
@@ -299,7 +319,10 @@ class RowPacks {
   static constexpr int kRun = 16;
   // Packs of a streamed row that are read at once. What is not plain takes several times the instructions a pack:
   // unrolled four times it would be a third of a kernel's file.
-  static constexpr int kUnrolled = kLay == Lay::kPlain ? 4 : 2;
+  static constexpr int kUnrolled = [] {
+    if constexpr (P::kSplit) return P::kFew;
+    return kLay == Lay::kPlain ? 4 : 2;
+  }();
   static constexpr int kWide = P::kAcross ? 1 : kV;                                       // columns a pack
   static constexpr int kColumnStep = P::kLanes * (P::kStaged ? 1 : P::kCluster) * kWide;  // from a pack to the next
 

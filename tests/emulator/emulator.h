@@ -113,6 +113,10 @@ template <class T>
 T __ldg(const T* source) {
   return *source;
 }
+template <class T>
+void __stcs(T* target, const T& value) {
+  *target = value;
+}
 inline size_t __cvta_generic_to_shared(const void* pointer) {
   return static_cast<const char*>(pointer) - emulator::Shared();
 }
