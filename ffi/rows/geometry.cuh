@@ -27,7 +27,8 @@ struct Along {
   static constexpr int kSure = 0;                   // of a thread's packs, the first that lie in every row
   static constexpr int kWarpLanes = kLanes < 32 ? kLanes : 32;
   static constexpr int kWarps = kLanes > 32 ? kLanes / 32 : 1;  // that share a row, in a block
-  static constexpr bool kSplit = false, kBackwards = false, kStreaming = false;  // see SplitAcross
+  // See SplitAcross.
+  static constexpr bool kSplit = false, kBackwards = false, kStreaming = false;
   static_assert(kCluster == 1 || kTeams == 1);
 };
 

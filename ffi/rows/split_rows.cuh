@@ -140,8 +140,7 @@ bool LaunchSplitRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
     const G geometry = layouts.template To<G>();
     *status = Launch(stream, SplitRowsKernel<P, kV, A, Op>, grid(P()), op, geometry, parts);
     if (*status == cudaSuccess) {
-      *status =
-          Launch(stream, FinishRowsKernel<F, kV, A, Op>, grid(F()), op, geometry, parts, kFinishReversed);
+      *status = Launch(stream, FinishRowsKernel<F, kV, A, Op>, grid(F()), op, geometry, parts, kFinishReversed);
     }
     return true;
   }
