@@ -36,7 +36,7 @@ def chain(step: Callable[[jax.Array], jax.Array], length: int) -> Callable[[jax.
 
 def _bare(x):
     """The softmax kernel's target called directly, over the last axis."""
-    absent = {"has_scale": False, "has_bias": False, "has_where": False}
+    absent = {"has_scale": False, "has_bias": False, "has_where": False, "has_parts": False}
     return jax.ffi.ffi_call(target_name("softmax_fwd"), jax.ShapeDtypeStruct(x.shape, x.dtype))(
         x, axes=np.array([x.ndim - 1]), query_axis=np.int64(-1), key_axis=np.int64(-1), **absent
     )

@@ -8,6 +8,7 @@ axis everywhere, of size 1 where an operand is not mapped. The handlers take the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -163,6 +164,33 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     return max(1, full // groups if not isinstance(rows, int) else min(full // groups, rows // 8))
 
 
+#: The longest rows that are not split, by the itemsize, forward and backward (TUNING.md).
+_UNSPLIT_COLUMNS = {2: (16384, 4096), 4: (8192, 16384)}
+
+
+def _parts(shape: Sequence[int], axes: Sequence[int], itemsize: int, backward: bool) -> int:
+    """Into how many parts the handlers split rows whose elements lie apart; 0: they do not split such rows.
+
+    On a GPU each part of 64 adjacent rows is a block's: about two waves of an H200's 4 blocks on each of 132
+    multiprocessors, but parts of at least 256 columns, and a multiple of that (ffi/rows/split_rows.cuh). Depends on
+    nothing but the operands, so that results do not depend on the device.
+    """
+    if not all(isinstance(d, int) for d in shape):  # symbolic
+        return 0
+    sizes = ((a in axes, d) for a, d in enumerate(shape) if d != 1)
+    runs = [(of_row, math.prod(d for _, d in run)) for of_row, run in itertools.groupby(sizes, lambda size: size[0])]
+    if [of_row for of_row, _ in runs[-2:]] != [True, False] or len(runs) > 3:
+        return 0
+    (_, columns), (_, inner) = runs[-2:]
+    rows = math.prod(d for of_row, d in runs if not of_row)
+    if columns <= _UNSPLIT_COLUMNS[itemsize][backward] or inner % 4 or rows == 0:
+        return 0
+    blocks = -(-rows // 64)
+    wanted = min(max(1056 // blocks, 1), 64)
+    share = -(-columns // (wanted * 256)) * 256
+    return -(-columns // share)
+
+
 #: The named operands or results of a row kernel; None where absent.
 Named = dict[str, "jax.Array | None"]
 
@@ -186,6 +214,8 @@ class RowKernel(Kernel):
         the wanted ones and the cotangents of the results (None for zero), and the parameters by keyword; returns the
         cotangents of the wanted operands as a dictionary.
       trailing_sums: the sums exist only where the normalised axes are x's last ones.
+      joined: how many values a row are joined over its parts, where the handlers split rows: they have a boolean
+        attribute `has_parts`, and with it a workspace behind the other results. None: they split none.
       target: see Kernel.
 
     Parameters of a call: `axes`, the normalised axes, ascending; `dtype`, that of the first result (further full ones
@@ -203,6 +233,7 @@ class RowKernel(Kernel):
         jvp: Callable[..., tuple[Named, Named]] | None = None,
         transpose: Callable[..., Named] | None = None,
         trailing_sums: bool = False,
+        joined: int | None = None,
         target: bool = True,
     ):
         super().__init__(name, target=target)
@@ -215,6 +246,7 @@ class RowKernel(Kernel):
         self._jvp_rule = jvp
         self._transpose_rule = transpose
         self._trailing_sums = trailing_sums
+        self._joined = joined
 
     def __call__(self, *operands, axes: Sequence[int], dtype, kept: Sequence[int] = (), results=(), **attributes):
         """The results in the order of the spec, None where absent.
@@ -323,6 +355,23 @@ class RowKernel(Kernel):
     def is_chosen(self, x, *operands, axes, **params) -> bool:
         return self._beyond_limits(x, axes) is None
 
+    def parts(self, operands: Sequence, results: Sequence, axes, has, **attributes) -> ShapedArray | None:
+        """The workspace [parts, values, rows] of a call whose rows the handlers split; None: they do not.
+
+        They split those of `_parts`, without options and in one dtype.
+        """
+        slots = (*self._present(self.operands, has), *self._present(self.results, has))
+        buffers = list(zip(slots, (*operands, *results), strict=True))
+        dtypes = {np.dtype(x.dtype) for slot, x in buffers if slot.kind == "full"}
+        options = any(slot.kind in ("broadcast", "sum") for slot in slots)
+        options = options or attributes.get("masked", False) or attributes.get("query_axis", -1) >= 0
+        if self._joined is None or options or len(dtypes) > 1 or np.dtype("float64") in dtypes:
+            return None
+        shape = operands[0].shape
+        count = _parts(shape, axes, dtypes.pop().itemsize, backward=self._joined == 1)
+        rows = (d for a, d in enumerate(shape) if a not in axes)
+        return ShapedArray((count, self._joined, math.prod(rows)), np.float32) if count else None
+
     def call_target(self, *operands, axes, kept, has, dtype, **attributes) -> list[jax.Array]:
         if (beyond := self._beyond_limits(operands[0], axes)) is not None:
             warn_fallback(*beyond)
@@ -330,6 +379,7 @@ class RowKernel(Kernel):
         wanted, given = has, [slot.name for slot in self.results if slot.given]
         has = (*(name for name in has if name not in given), *given)
         results = self.abstract(*operands, axes=axes, kept=kept, has=has, dtype=dtype)
+        parts = self.parts(operands, results, axes, has, **attributes)
         kinds = [slot.kind for slot in self._present(self.results, has)]
         sums = kinds.count("sum")
         if sums:  # before them stands the handlers' workspace
@@ -340,15 +390,18 @@ class RowKernel(Kernel):
             chunks = _chunks(groups, x.size // (groups * columns), columns, widest)
             first = kinds.index("sum")
             results.insert(first, ShapedArray((sums, groups, chunks, columns), results[first].dtype))
+        if self._joined is not None:
+            attributes["has_parts"] = parts is not None
         attributes |= {f"has_{name}": name in has for name in self._optional if name not in given}
         attributes["axes"] = axes
         for name in AXIS_PARAMETERS:
             if name in attributes:
                 attributes[name] = np.int64(attributes[name])  # a scalar or an array
-        out = self.ffi_call(results, *operands, **attributes)
+        out = self.ffi_call([*results, *([parts] if parts else [])], *operands, **attributes)
         if sums:
             del out[first]
         there = self._present(self.results, has)
+        del out[len(there) :]
         return [value for slot, value in zip(there, out, strict=True) if slot.present(wanted)]
 
     def batch(self, operands, dims, *, has, **params):

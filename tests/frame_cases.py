@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxops
-from jaxops import _rows
+from jaxops import _kernel, _rows
 from jaxops.ops import _matmul_choice as choices
 
 #: Sizes of the recorded calls, each of its own, that `resized` replaces.
@@ -68,8 +68,14 @@ def row_calls(op: str, dtype: str, options: bool, across: bool = False, platform
     return _forward_and_backward(function, platform, dtype, [x, *vectors, x, where], 3)
 
 
-def resized(call: frames.Call, rows: int, columns: int, length: int = LENGTH, chunks: int | None = None) -> frames.Call:
-    """The call of `row_calls` of another size; its sums over rows in chunks as many as given, or as such a call has."""
+def resized(
+    call: frames.Call, rows: int, columns: int, length: int = LENGTH, chunks: int | None = None, split: bool = True
+) -> frames.Call:
+    """The call of `row_calls` of another size.
+
+    chunks: in how many its sums over rows are taken; by default as many as such a call has. split: whether its rows are
+    in parts if such a call's are.
+    """
     sizes = {ROWS: rows, LENGTH: length, COLUMNS: columns}
 
     def buffers(given: Sequence[frames.Operand]) -> list[frames.Operand]:
@@ -83,7 +89,13 @@ def resized(call: frames.Call, rows: int, columns: int, length: int = LENGTH, ch
         each = max(math.prod(x) // max(groups * summed, 1), 1)
         found = chunks or _rows._chunks(groups, each, summed, widest)
         results[i] = frames.Operand((sums, groups, found, summed), results[i].code)
-    return call.replace(operands=tuple(operands), results=tuple(results))
+    attributes = dict(call.attributes)
+    if split and "has_parts" in attributes and not call.workspaces:
+        has = [name.removeprefix("has_") for name, value in attributes.items() if name.startswith("has_") and value]
+        parts = _kernel.KERNELS[call.handler].parts(operands, results, has=has, **attributes)
+        attributes["has_parts"] = np.bool_(parts is not None)
+        results += [frames.Operand.of(parts)] if parts is not None else []
+    return call.replace(operands=tuple(operands), results=tuple(results), attributes=attributes)
 
 
 def matmul_calls() -> list[frames.Call]:
@@ -241,9 +253,9 @@ def malformed(call: frames.Call) -> Iterator[tuple[str, frames.Call]]:
             if call.handler != "matmul" or field == "results" or i < 2:  # there may be no bias
                 yield f"{field[:-1]} {i} missing", call.replace(**{field: (*buffers[:i], *buffers[i + 1 :])})
             for what, changed in _buffer_changes(i, buffer):
-                if i in call.workspaces and field == "results" and call.handler.endswith("_bwd"):
-                    # Into how many partial sums the rows are split is the caller's.
-                    axis = len(buffer.shape) - 2
+                if i in call.workspaces and field == "results" and call.handler != "matmul":
+                    # Into how many partial sums the rows are divided is the caller's, and into how many parts each is.
+                    axis = 0 if call.attributes.get("has_parts") else len(buffer.shape) - 2
                     chunks = buffer.shape[axis]
                     if what in (f"size {n} of axis {axis}" for n in (chunks - 1, chunks + 1) if n > 0):
                         continue

@@ -46,8 +46,8 @@ def row_call(
     """A call of a row op, normalised over axes of x.
 
     has: the optional operands and results by name, and what is not as usual of them. "scale", "bias", "where": the axes
-    along which the operand has size 1. "dscale", "dbias": the axes of rows over which sums are not taken. "causal",
-    "masked", "residual", "dsum", "max": anything.
+    along which the operand has size 1. "dscale", "dbias": the axes of rows over which sums are not taken. "parts": how
+    many. "causal", "masked", "residual", "dsum", "max": anything.
     """
     t, u = (CODES[name] for name in pair)
     wide = CODES["f64" if pair[0] == "f64" else "f32"]
@@ -83,10 +83,13 @@ def row_call(
         groups, columns = (math.prod(shape[a] for a in named) for named in (kept, axes))
         results += [frames.Operand((len(sums), groups, chunks, columns), wide), *[summed] * len(sums)]
     names = ["scale", "where"]
+    if "parts" in has:
+        rows = math.prod(row)
+        results += [frames.Operand((has["parts"], 1 if backward else 2, rows), wide)]
     if logits:
         causal = has.get("causal", (-1, -1))
         attributes |= {"query_axis": np.int64(causal[0]), "key_axis": np.int64(causal[1])}
-        names += ["bias"] + (["dbias"] if backward else ["max"] if handler == "log_softmax_fwd" else [])
+        names += ["bias", "parts"] + (["dbias"] if backward else ["max"] if handler == "log_softmax_fwd" else [])
         if backward:
             attributes["masked"] = np.bool_("masked" in has)
     else:
@@ -176,6 +179,10 @@ def row_cases() -> Iterator[Case]:
         for has in _options(handler, (0,), (1,)):
             for columns, chunks in itertools.product(_COLUMNS, _sums(has)):
                 yield case(lambda rows, n=columns: (rows, n), (1,), has, chunks, columns, grows=True)
+        if "softmax" in handler:
+            for length, inner in ((700, 32), (2100, 68)):
+                has = {"parts": 3} | ({"max": True} if handler == "log_softmax_fwd" else {})
+                yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has, 0, length)
         for has in _options(handler, (0, 2), (1,)):
             for (length, inner), chunks in itertools.product(_ACROSS, _sums(has)[:1]):
                 yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has, chunks, length)

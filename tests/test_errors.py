@@ -238,10 +238,11 @@ FULL, STATISTIC, PARAMETER = (SHAPE, F32), (ROW, F32), (COLUMN, F32)
 WORKSPACE = ((1, 1, 2, 4), F32)
 AXES = {"axes": np.array([2])}
 LOGITS = AXES | {"query_axis": np.int64(-1), "key_axis": np.int64(-1)}
-LOGITS |= {"has_scale": False, "has_bias": False, "has_where": False}
+LOGITS |= {"has_scale": False, "has_bias": False, "has_where": False, "has_parts": False}
 LOGITS_BACKWARD = LOGITS | {"masked": False, "has_dbias": False}
 DBIAS = LOGITS_BACKWARD | {"has_dbias": True}
 LOG = LOGITS | {"has_max": False}
+SPLIT = LOGITS | {"has_parts": True}
 LOG_BACKWARD = [FULL, STATISTIC, STATISTIC, FULL]
 NORM = AXES | {"has_residual": False, "has_scale": True, "has_bias": False, "has_where": False, "epsilon": 1e-6}
 RESIDUAL = NORM | {"has_residual": True}
@@ -292,6 +293,11 @@ HANDLER_CASES = {
     "max's shape": ("log_softmax_bwd", [FULL, PARAMETER, STATISTIC, FULL], [FULL], LOGITS_BACKWARD),
     "total's dtype": ("log_softmax_bwd", [FULL, STATISTIC, (STATISTIC[0], BF16), FULL], [FULL], LOGITS_BACKWARD),
     "workspace's groups": ("log_softmax_bwd", LOG_BACKWARD, [FULL, WORKSPACE, ((1, 3, 4), F32)], DBIAS),
+    "no parts": ("softmax_fwd", [FULL], [FULL], SPLIT),
+    "parts of fewer values": ("softmax_fwd", [FULL], [FULL, ((2, 1, 6), F32)], SPLIT),
+    "parts of other rows": ("softmax_fwd", [FULL], [FULL, ((2, 2, 2, 3), F32)], SPLIT),
+    "more parts than columns": ("softmax_fwd", [FULL], [FULL, ((5, 2, 6), F32)], SPLIT),
+    "parts' dtype": ("softmax_bwd", [FULL, FULL], [FULL, ((2, 1, 6), BF16)], LOGITS_BACKWARD | {"has_parts": True}),
     "too few attributes": ("layer_norm_fwd", [FULL, PARAMETER], [FULL, STATISTIC, STATISTIC], AXES),
     "attribute's type": ("rms_norm_fwd", [FULL, PARAMETER], [FULL, STATISTIC], NORM | {"has_scale": 1.5}),
     "scale's shape": ("rms_norm_fwd", [FULL, ((1, 1, 5), F32)], [FULL, STATISTIC], NORM),

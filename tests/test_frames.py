@@ -12,7 +12,7 @@ import pytest
 from frame_cases import LOGITS, NORMS, malformed, matmul_calls, resized, row_calls, tile_calls
 from row_cases import COLUMNS, COLUMNS_ONCE, STRIDED, STRIDED_ONCE, crowds
 
-from jaxops import _kernel
+from jaxops import _kernel, _rows
 from jaxops.ops import _logits
 
 ROW_OPS = (*LOGITS, *NORMS)
@@ -53,7 +53,10 @@ def check_rows(half, memory, op, dtype, options, rng, columns, strided):
             frames.check_memory(half, memory, resized(call, 3 if n < 10000 else 2, n), rng)
     for call in row_calls(op, dtype, options, True, half):
         for outer, length, inner in strided:
-            frames.check_memory(half, memory, resized(call, outer, inner, length), rng)
+            split = resized(call, outer, inner, length)
+            frames.check_memory(half, memory, split, rng)
+            if split.attributes.get("has_parts"):
+                frames.check_memory(half, memory, resized(call, outer, inner, length, split=False), rng)
 
 
 @every_half
@@ -179,6 +182,15 @@ def test_malformed_frames_are_refused(half, op, across, options, memory):
         assert check_malformed(half, memory.get(half, memory["cpu"]), call) > 100
 
 
+@every_half
+@pytest.mark.parametrize("op", LOGITS)
+def test_malformed_frames_of_split_rows_are_refused(half, op, memory):
+    for call in row_calls(op, "float32", False, True, half):
+        split = resized(call, 2, 4, max(_rows._UNSPLIT_COLUMNS[4]) + 1)
+        assert split.workspaces == {len(call.results)}
+        assert check_malformed(half, memory.get(half, memory["cpu"]), split) > 100
+
+
 @needs_cuda
 @pytest.mark.parametrize("index", range(4))
 def test_malformed_frames_of_matmul_are_refused(index, memory):
@@ -258,7 +270,7 @@ def test_causal_of_too_many_queries_is_refused(op, memory):
     for queries, allowed in ((2**31 - 2, True), (2**31 - 1, False)):
         x = frames.Operand((0, queries, 4), 11)
         attributes = {"axes": np.array([2]), "query_axis": np.int64(1), "key_axis": np.int64(2)}
-        names = ["has_scale", "has_bias", "has_where"] + ["has_max"] * (op == "log_softmax")
+        names = ["has_scale", "has_bias", "has_where", "has_parts"] + ["has_max"] * (op == "log_softmax")
         call = frames.Call(f"{op}_fwd", (x,), (x,), attributes | dict.fromkeys(names, np.bool_(False)))
         pointer = there.allocate(64)
         assert (refusal("cuda", call, [pointer], [pointer]) is None) == allowed

@@ -307,6 +307,22 @@ Error ParseSums(const char* handler, const RowShape<kSlots>& shape, DataType typ
   return Error::Success();
 }
 
+// The workspace [parts, values, rows] of rows that are split into parts, which blocks work on apart from each other:
+// what each has found of the values that are joined over a row.
+template <int kSlots>
+Error CheckParts(const char* handler, const RowShape<kSlots>& shape, DataType type, int values,
+                 const AnyBuffer& workspace) {
+  JAXOPS_RETURN_IF_ERROR(CheckType(handler, "the parts' workspace", workspace, type));
+  const auto dims = workspace.dimensions();
+  if (dims.size() == 3 && dims[0] > 0 && dims[0] <= shape.columns.total && dims[1] == values &&
+      dims[2] == shape.total_rows()) {
+    return Error::Success();
+  }
+  return Invalid(handler, "the parts' workspace has shape " + Describe(dims) + ", expected [parts, " +
+                              std::to_string(values) + ", " + std::to_string(shape.total_rows()) +
+                              "], at most as many parts as columns");
+}
+
 // Takes a call's operands or results one after the other.
 template <class Source>
 class BufferReader {

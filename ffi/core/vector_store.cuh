@@ -4,6 +4,7 @@
 #define JAXOPS_CORE_VECTOR_STORE_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 namespace jaxops {
 
@@ -23,6 +24,14 @@ __device__ void StoreVector(V* to, const V& value) {
   } else {
     *to = value;
   }
+}
+
+// The same of a vector that nothing will read soon: caches keep other data longer.
+template <class V>
+__device__ void StoreVectorOnce(V* to, const V& value) {
+  static_assert(sizeof(V) == 16 || sizeof(V) == 8);
+  using Vector = std::conditional_t<sizeof(V) == 16, uint4, uint2>;
+  __stcs(reinterpret_cast<Vector*>(to), reinterpret_cast<const Vector&>(value));
 }
 
 }  // namespace jaxops

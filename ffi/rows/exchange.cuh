@@ -49,6 +49,13 @@ struct EachBy {
     for (int k = 0; k < static_cast<int>(sizeof(V) / sizeof(a.v[0])); ++k) out.v[k] = M::Join(a.v[k], b.v[k]);
     return out;
   }
+  template <class A, int kCount>
+  static __device__ Values<A, kCount> Identity() {
+    Values<A, kCount> out;
+#pragma unroll
+    for (A& value : out.v) value = M::template Identity<A>();
+    return out;
+  }
 };
 
 // (max, sum of exp(x - max)), joined as Milakov and Gimelshein do (2018). A set in which everything is -inf has sum 0.
@@ -57,6 +64,10 @@ struct Exponentials {
   static __device__ Values<A, 2> Join(const Values<A, 2>& a, const Values<A, 2>& b) {
     const A max = Max::Join(a.v[0], b.v[0]), origin = FiniteOrZero(max);
     return {max, a.v[1] * Exp(a.v[0] - origin) + b.v[1] * Exp(b.v[0] - origin)};
+  }
+  template <class A, int kCount = 2>
+  static __device__ Values<A, kCount> Identity() {
+    return {Max::Identity<A>(), 0};
   }
   // What to subtract before exp: -inf - -inf would be NaN.
   template <class A>

@@ -27,6 +27,8 @@ struct Along {
   static constexpr int kSure = 0;                   // of a thread's packs, the first that lie in every row
   static constexpr int kWarpLanes = kLanes < 32 ? kLanes : 32;
   static constexpr int kWarps = kLanes > 32 ? kLanes / 32 : 1;  // that share a row, in a block
+  // See SplitAcross.
+  static constexpr bool kSplit = false, kBackwards = false;
   static_assert(kCluster == 1 || kTeams == 1);
 };
 
@@ -41,9 +43,19 @@ struct Across {
   static constexpr int kTeams = kWidth;
   static constexpr int kStep = kWidth;
   static constexpr bool kAhead = false, kStaged = false;
+  static constexpr bool kSplit = false, kBackwards = false;
+  static constexpr int kFew = 8;  // packs of a streamed row whose exponentials are summed at once
   static constexpr int kSure = 0;
   static constexpr int kWarpLanes = 32 / kWidth;
   static constexpr int kWarps = kThreads / 32;
+};
+
+// The same of rows that are split (rows/split_rows.cuh): each block has a run of their columns, and a thread reads kFew
+// packs at once. kBackwards: the last ones first, and results are not to stay in the caches.
+template <int kWidth_, int kLanes_, int kFew_, int kBlocks_ = 1, bool kBackwards_ = false>
+struct SplitAcross : Across<kWidth_, kLanes_, 0, 1, kBlocks_> {
+  static constexpr bool kSplit = true, kBackwards = kBackwards_;
+  static constexpr int kFew = kFew_;
 };
 
 // Staged rows lie in a cluster's blocks one run behind the other: how many columns a block has, the last one the rest.

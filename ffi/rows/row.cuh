@@ -527,7 +527,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   // runs as Fold.
   template <class E>
   __device__ void FoldExponentials(Values<A, 2> (&out)[kRows], const E& x) const {
-    const Values<A, 2> nothing = {Max::Identity<A>(), 0};
+    const Values<A, 2> nothing = Exponentials::Identity<A>();
     Values<A, 2> run[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) out[r] = run[r] = nothing;
@@ -539,17 +539,18 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       }
     };
     if constexpr (P::kAcross) {
-      // Joins cost two exponentials each: a row's values of several columns first.
+      // An exponential for what is there already: a row's values of several columns at a time.
       const auto join = [&](const auto&... values) {
 #pragma unroll
         for (int i = 0; i < kV; ++i) {
-          A max = Max::Identity<A>();
+          const A before = run[i].v[0];
+          A max = before;
           ((max = Max::Join(max, values(i))), ...);
           const A origin = Exponentials::FiniteOrZero(max);
-          run[i] = Exponentials::Join(run[i], {max, (Exp(values(i) - origin) + ...)});
+          run[i] = {max, run[i].v[1] * Exp(before - origin) + (Exp(values(i) - origin) + ...)};
         }
       };
-      this->template ForEachFewPacks<8>([&](auto... columns) { join(x(0, columns)...); }, flush);
+      this->template ForEachFewPacks<P::kFew>([&](auto... columns) { join(x(0, columns)...); }, flush);
     } else {
       const auto add = [&](int pack, int column) {
         const auto value = x(pack, column);

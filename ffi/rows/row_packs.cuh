@@ -143,7 +143,7 @@ class RowPacks {
   // negative.
   template <class Fn, class After>
   __device__ void ForEachPack(Fn fn, After after) const {
-    const int end = min(columns(), limit_);
+    const int end = min(this->end(), limit_);
     if constexpr (kPadded) {
 #pragma unroll
       for (int pack = 0; pack < kHeldPacks; ++pack)
@@ -151,6 +151,11 @@ class RowPacks {
       after();
     } else if constexpr (kHeld) {
       ForEachPackBefore(end, fn);
+      after();
+    } else if constexpr (P::kBackwards) {
+      const int packs = (end - FirstColumn(0) + kColumnStep - 1) / kColumnStep;
+#pragma unroll(kUnrolled)
+      for (int k = packs - 1; k >= 0; --k) fn(0, FirstColumn(0) + k * kColumnStep);
       after();
     } else {
       for (int begin = FirstColumn(0); begin < end; begin += kRun * kColumnStep) {
@@ -171,7 +176,7 @@ class RowPacks {
   template <int kFew, class Fn, class After>
   __device__ void ForEachFewPacks(Fn fn, After after) const {
     static_assert(!kHeld && kRun % kFew == 0);
-    const int end = min(columns(), limit_);
+    const int end = min(this->end(), limit_);
     int column = FirstColumn(0);
     while (column + (kFew - 1) * kColumnStep < end) {
       for (int k = 0; k < kRun && column + (kFew - 1) * kColumnStep < end; k += kFew) {
@@ -193,7 +198,7 @@ class RowPacks {
   }
 
   // Where the columns end that this block may have.
-  __device__ int end() const { return P::kStaged && P::kCluster > 1 ? end_ : columns(); }
+  __device__ int end() const { return P::kSplit || (P::kStaged && P::kCluster > 1) ? end_ : columns(); }
   // Whether a pack begins before that.
   __device__ bool Begins(int pack, int column) const { return pack % kPerRow < P::kSure || column < end(); }
 
@@ -287,7 +292,9 @@ class RowPacks {
   __device__ void Write(T* tensor, int pack, int column, const Pack<T, kV>& values) const {
     if (!live(pack) || (kPadded && !Begins(pack, column))) return;
     T* const target = tensor + Offset(0, pack, column);
-    if (Whole(column)) {
+    if constexpr (P::kBackwards) {
+      StoreVectorOnce(reinterpret_cast<Pack<T, kV>*>(target), values);
+    } else if (Whole(column)) {
       StoreVector(reinterpret_cast<Pack<T, kV>*>(target), values);
     } else {
 #pragma unroll
@@ -300,7 +307,10 @@ class RowPacks {
   static constexpr int kRun = 16;
   // Packs of a streamed row that are read at once. What is not plain takes several times the instructions a pack:
   // unrolled four times it would be a third of a kernel's file.
-  static constexpr int kUnrolled = kLay == Lay::kPlain ? 4 : 2;
+  static constexpr int kUnrolled = [] {
+    if constexpr (P::kSplit) return P::kFew;
+    return kLay == Lay::kPlain ? 4 : 2;
+  }();
   static constexpr int kWide = P::kAcross ? 1 : kV;                                       // columns a pack
   static constexpr int kColumnStep = P::kLanes * (P::kStaged ? 1 : P::kCluster) * kWide;  // from a pack to the next
 

@@ -126,7 +126,7 @@ class Kernels:
         statistics = "".join(f", {name}: row" for name in self._statistics)
         kept_for_backward = "" if self.from_result else ", max: row?, total: row?max"
         self.forward = _LogitsKernel(
-            f"{op}_fwd", f"x: full, {_OPTIONS} -> y: full{kept_for_backward}", plain_forward, jvp=self._jvp
+            f"{op}_fwd", f"x: full, {_OPTIONS} -> y: full{kept_for_backward}", plain_forward, jvp=self._jvp, joined=2
         )
         self.backward = _LogitsKernel(
             f"{op}_bwd",
@@ -135,6 +135,7 @@ class Kernels:
             linear=("dy",),
             transpose=self._transpose_backward,
             trailing_sums=True,
+            joined=1,
         )
         self.backward.from_result = self.from_result
         self.tangent = RowKernel(

@@ -6,6 +6,7 @@
 
 #include "ops/logits/logits.h"
 #include "rows/row_loop.cuh"
+#include "rows/split_rows.cuh"
 
 namespace jaxops {
 
@@ -314,9 +315,10 @@ struct LogitsStreams {
 template <class T, class U, class Op>
 cudaError_t LaunchLogits(cudaStream_t stream, const Op& op, const LogitsCall& call) {
   cudaError_t status = cudaSuccess;
-  const bool streamed =
-      rows::LaunchRowStream<LogitsStreams<Op::kInputs, sizeof(T)>, T, U>(stream, op, call.shape, &status);
-  return streamed ? status : rows::LaunchRows<T, U>(stream, op, call.shape);
+  const bool done = (call.parts && rows::LaunchSplitRows<T, U>(stream, op, call.shape, call.parts->dimensions()[0],
+                                                               call.parts->untyped_data(), &status)) ||
+                    rows::LaunchRowStream<LogitsStreams<Op::kInputs, sizeof(T)>, T, U>(stream, op, call.shape, &status);
+  return done ? status : rows::LaunchRows<T, U>(stream, op, call.shape);
 }
 
 // ParseLogits for the kernels, which count from a query to its keys in 32 bits.
@@ -335,8 +337,8 @@ Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::Remaini
                     const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice(handler, false, attributes, args, results, &call));
-  JAXOPS_RETURN_IF_ERROR(
-      rows::CheckAlignment(handler, {call.x, call.scale, call.bias, call.where, call.y, call.max, call.total}));
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
+      handler, {call.x, call.scale, call.bias, call.where, call.y, call.max, call.total, call.parts}));
   return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
     if (call.has_options()) {
       cudaError_t status = cudaSuccess;
@@ -354,7 +356,7 @@ template <template <Given, class, class> class Op>
 Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
                      const AnyBuffer& second) {
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
-      handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y}));
+      handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y, call.parts}));
   return VisitPair(handler, first.element_type(), second.element_type(), [&]<class T, class U> {
     if (call.sums.count) {
       const rows::SumResults<Accumulator<T>> sums(call.sums, call.shape, true, false);

@@ -1,11 +1,12 @@
 // The operands of softmax and log_softmax, checked; shared by the CPU and the CUDA handlers.
-//   forward:  x, [scale], [bias], [where]                            -> y, [max, total]
-//   backward: x or y, [scale], [bias], [where], [max, total], dy     -> dx, [workspace, dbias]
+//   forward:  x, [scale], [bias], [where]                            -> y, [max, total], [parts]
+//   backward: x or y, [scale], [bias], [where], [max, total], dy     -> dx, [workspace, dbias], [parts]
 // The logits are z = x scale + bias; masked (z = -inf, result 0 or -inf, gradient 0) where `where` is false, and, if
 // query_axis >= 0, where key > query. scale has the accumulator's dtype, bias any floating dtype, where is boolean.
 // softmax's backward pass starts from y: it needs neither bias nor where, and `masked` says that y's zeros may be
 // masked entries, whose gradient is 0 whatever dy is. log_softmax's starts from x and each row's max = max(z) and
-// total = sum(exp(z - max)), which the forward pass gives if they are wanted, of the accumulator's dtype.
+// total = sum(exp(z - max)), which the forward pass gives if they are wanted, of the accumulator's dtype. parts is a
+// workspace, with which a GPU may split the rows of a call without options; see CheckParts.
 #ifndef JAXOPS_OPS_LOGITS_LOGITS_H_
 #define JAXOPS_OPS_LOGITS_LOGITS_H_
 
@@ -17,7 +18,7 @@ namespace jaxops {
 struct LogitsAttributes {
   ffi::Span<const int64_t> axes;
   int64_t query_axis, key_axis;
-  bool has_scale, has_bias, has_where;
+  bool has_scale, has_bias, has_where, has_parts;
   bool has_max = false;                    // and total
   bool masked = false, has_dbias = false;  // of the backward pass
 };
@@ -32,6 +33,7 @@ struct LogitsCall {
   std::optional<AnyBuffer> max, total;  // results of the forward pass, operands of the backward pass
   bool causal = false, masked = false;
   SummedResults sums;  // dbias
+  std::optional<AnyBuffer> parts;
 
   bool has_options() const { return scale || bias || where || causal || masked; }
 };
@@ -88,9 +90,13 @@ inline Error ParseLogits(const char* handler, bool backward, const LogitsAttribu
     JAXOPS_RETURN_IF_ERROR(parser.Summed(Call::kSum, "dbias", *dbias));
     JAXOPS_RETURN_IF_ERROR(CheckType(handler, "dbias", *dbias, accumulator));
   }
+  if (attributes.has_parts) JAXOPS_RETURN_IF_ERROR(result.Take(&call->parts));
   JAXOPS_RETURN_IF_ERROR(arg.End());
   JAXOPS_RETURN_IF_ERROR(result.End());
   JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->shape));
+  if (attributes.has_parts) {
+    JAXOPS_RETURN_IF_ERROR(CheckParts(handler, call->shape, accumulator, backward ? 1 : 2, *call->parts));
+  }
   if (attributes.has_dbias) return ParseSums(handler, call->shape, accumulator, *workspace, {dbias}, &call->sums);
   return Error::Success();
 }
@@ -104,7 +110,8 @@ inline Error ParseLogits(const char* handler, bool backward, const LogitsAttribu
       .Attr<int64_t>("key_axis")                     \
       .Attr<bool>("has_scale")                       \
       .Attr<bool>("has_bias")                        \
-      .Attr<bool>("has_where")
+      .Attr<bool>("has_where")                       \
+      .Attr<bool>("has_parts")
 #define JAXOPS_LOGITS_HANDLERS(op, ...)                                            \
   JAXOPS_HANDLER(op##_fwd, jaxops::Forward, JAXOPS_LOGITS_ATTRIBUTES __VA_ARGS__); \
   JAXOPS_HANDLER(op##_bwd, jaxops::Backward, JAXOPS_LOGITS_ATTRIBUTES.Attr<bool>("masked").Attr<bool>("has_dbias"))

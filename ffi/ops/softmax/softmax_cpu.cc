@@ -29,24 +29,25 @@ JAXOPS_INLINE void BackwardRow(bool masked, const Loop& loop, const A* y, const 
 }
 
 Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
-              int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where) {
+              int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool has_parts) {
   const char* handler = "softmax_fwd";
   LogitsCall call;
-  JAXOPS_RETURN_IF_ERROR(ParseLogits(
-      handler, /*backward=*/false, {axes, query_axis, key_axis, has_scale, has_bias, has_where}, args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, /*backward=*/false,
+                                     {axes, query_axis, key_axis, has_scale, has_bias, has_where, has_parts}, args,
+                                     results, &call));
   return MapLogits(handler, pool, call,
                    [](const auto& loop, const auto&, const auto&... row) { ForwardRow(loop, row...); });
 }
 
 Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
-               int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool masked,
-               bool has_dbias) {
+               int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool has_parts,
+               bool masked, bool has_dbias) {
   const char* handler = "softmax_bwd";
   LogitsCall call;
-  JAXOPS_RETURN_IF_ERROR(
-      ParseLogits(handler, /*backward=*/true,
-                  {axes, query_axis, key_axis, has_scale, has_bias, has_where, /*has_max=*/false, masked, has_dbias},
-                  args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(ParseLogits(
+      handler, /*backward=*/true,
+      {axes, query_axis, key_axis, has_scale, has_bias, has_where, has_parts, /*has_max=*/false, masked, has_dbias},
+      args, results, &call));
   return MapGradient(handler, pool, call, /*logits=*/false,
                      [=](const auto& loop, const auto&, const auto* y, const auto&, const auto* dy, auto* dz) {
                        BackwardRow(masked, loop, y, dy, dz);

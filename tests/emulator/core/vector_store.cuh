@@ -9,6 +9,11 @@ void StoreVector(V* to, const V& value) {
   *to = value;
 }
 
+template <class V>
+void StoreVectorOnce(V* to, const V& value) {
+  *to = value;
+}
+
 }  // namespace jaxops
 
 #endif  // JAXOPS_CORE_VECTOR_STORE_CUH_
