@@ -40,11 +40,11 @@ STRIDED = [
 ] + [(2, 130, 2), (3, 40, 31), (1, 40, 32), (2, 5, 100), (1, 2000, 2)]
 STRIDED += [(1, 2**k + d, 8) for k in range(6, 17) for d in (0, 1)] + [(3, 65, 72), (2, 513, 40), (1, 1024, 136)]
 STRIDED += [(1, 300, 1200)]  # on the CPU threads share the columns of rows side by side
-STRIDED += [(1, 9001, 68), (3, 8205, 20), (1, 16389, 20)]  # on a GPU blocks share each row: a multiple of nothing
+STRIDED += [(1, 9001, 68), (3, 8205, 20), (3, 16389, 28)]  # on a GPU blocks share each row: a multiple of nothing
 
 #: One shape for each placement of such rows.
 STRIDED_ONCE = [(2, 9, 3), (1, 129, 33), (1, 1500, 33), (3, 40, 31), (3, 65, 72), (1, 65536, 8)]
-STRIDED_ONCE += [(1, 2**k, 8) for k in range(6, 15)] + [(3, 8205, 20), (1, 16389, 20)]
+STRIDED_ONCE += [(1, 2**k, 8) for k in range(6, 15)] + [(3, 8205, 20), (3, 16389, 28)]
 
 
 def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:

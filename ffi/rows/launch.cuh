@@ -178,17 +178,47 @@ struct TwoInputsWithParameters : TwoInputs {
 };
 // Each placement costs build time: fewer for bodies that hold more than packs, and for f16.
 struct Short : OneInput {
-  using Plain = Types<Along<8, 1>, Along<32, 2>, Along<32, 4>, Along<64, 4>, Along<128, 4>, Along<512, 4>,
-                      Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using Plain = Types<Along<8, 1>,             //     64
+                      Along<8, 4, 1, 1, 4>,    //    256
+                      Along<16, 4>,            //    512
+                      Along<32, 4>,            //   1024
+                      Along<64, 4>,            //   2048
+                      Along<128, 4>,           //   4096
+                      Along<256, 4, 1, 1, 2>,  //   8192
+                      Along<512, 4>,           //  16384
+                      Along<512, 4, 1, 8>,     // 131072
+                      StreamedAlong<512>>;
   using PlainAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64, 16>, StreamedAcross<8, 64>>;
   using PlainAcross16 = PlainAcross;
   using Shifted = Types<Along<32, 2>, Along<128, 5>, Along<512, 5>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
   using GeneralAcross = Types<StreamedAcross<8, 64>>;
 };
-// Masked and biased logits are held in f32: without a limit on registers too few blocks are resident.
+// Biased logits, and masked ones of f32, are held in f32: without a limit on registers too few blocks are resident.
 struct Options : Short {
-  using Plain = Types<Along<8, 1>, Along<32, 2>, Along<32, 4, 1, 1, 7>, Along<64, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>,
-                      Along<512, 4>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using Plain = Types<Along<8, 1>,             //     64
+                      Along<8, 4, 1, 1, 7>,    //    256
+                      Along<16, 4, 1, 1, 7>,   //    512
+                      Along<32, 4, 1, 1, 7>,   //   1024
+                      Along<64, 4, 1, 1, 7>,   //   2048
+                      Along<128, 4, 1, 1, 7>,  //   4096
+                      Along<256, 4, 1, 1, 3>,  //   8192
+                      Along<512, 4>,           //  16384
+                      Along<512, 4, 1, 8>,     // 131072
+                      StreamedAlong<512>>;
+};
+// Masked logits of 16 bits are held as they are. What a thread does for a row, however many packs it has of it, is a
+// third of the work.
+struct Masks16 : Short {
+  using Plain = Types<Along<8, 1>,             //     64
+                      Along<4, 8, 1, 1, 6>,    //    256
+                      Along<8, 8, 1, 1, 6>,    //    512
+                      Along<16, 8, 1, 1, 6>,   //   1024
+                      Along<32, 8, 1, 1, 6>,   //   2048
+                      Along<64, 8, 1, 1, 6>,   //   4096
+                      Along<128, 8, 1, 1, 6>,  //   8192
+                      Along<256, 8, 1, 1, 3>,  //  16384
+                      Along<512, 4, 1, 8>,     // 131072
+                      StreamedAlong<512>>;
 };
 // Results of another dtype than the input's. A pack has four elements.
 struct Mixed {
@@ -217,12 +247,14 @@ using TablesOfOneInput = std::conditional_t<
     Op::kBroadcasts == 0,
     std::conditional_t<sizeof(T) == 2 && requires { requires Op::kExponentials; }, OneInputOfExponentials16, OneInput>,
     std::conditional_t<Op::kParameters == 2, OneInputWithTwoParameters, OneInputWithParameter>>;
+template <class T, class Op>
+using TablesOfOptions = std::conditional_t<sizeof(T) == 2 && requires { requires Op::kMasksAlone; }, Masks16, Options>;
 template <class T, class U, class Op>
 using Tables = std::conditional_t<
     std::is_same_v<Accumulator<T>, double> || (Op::kShort && !std::is_same_v<T, U>), Elements,
     std::conditional_t<
         !std::is_same_v<T, U>, Mixed,
-        std::conditional_t<Op::kShort && Op::kInputs == 1 && Op::kParameters == 0, Options,
+        std::conditional_t<Op::kShort && Op::kInputs == 1 && Op::kParameters == 0, TablesOfOptions<T, Op>,
                            std::conditional_t<Op::kShort || std::is_same_v<T, __half>, Short,
                                               std::conditional_t<Op::kInputs == 2,
                                                                  std::conditional_t<Op::kBroadcasts != 0,
@@ -236,8 +268,9 @@ inline constexpr bool kPortable =
     kIsOneOf<P, Along<16, 2, 2>, Along<8, 4>, Along<8, 4, 1, 1, 9>, Along<32, 4>, Along<128, 4>, Along<128, 4, 1, 1, 9>,
              Along<256, 4>, Along<256, 8>, Along<256, 8, 1, 1, 2>, Along<256, 8, 1, 1, 3>, Along<512, 4>,
              Along<512, 4, 1, 8>, Along<512, 8, 1, 16>, Along<32, 5>, Along<128, 5>, Along<256, 5>,
-             Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, StreamedAlong<512>, Across<8, 32, 8>,
-             Across<8, 32, 8, 1, 3>, Across<8, 64, 8>, StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
+             Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, Along<16, 8, 1, 1, 6>, Along<128, 8, 1, 1, 6>,
+             StreamedAlong<512>, Across<8, 32, 8>, Across<8, 32, 8, 1, 3>, Across<8, 64, 8>, StreamedAcross<8, 64>,
+             StreamedAcross<32, 16>>;
 
 // Whether code for a compute capability has kernels of a placement. Clusters of more than 8 blocks are Hopper's and
 // those of the data centres' GPUs that followed it.

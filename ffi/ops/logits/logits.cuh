@@ -156,9 +156,9 @@ struct LogitsOptions {
     const auto logit = [](A value, bool seen, A s, A b) { return seen ? value * s + b : kMasked; };
     if constexpr (kNone) {
       return std::pair(row.template Load<0>(x, T(kMasked)), Visible(row));
-    } else if constexpr (kByWords<T, Row>) {
+    } else if constexpr (!kKept && kByWords<T, Row>) {
       const auto z = LoadByWords(row, x);
-      return std::pair(z, Visible<kKept>(row));
+      return std::pair(z, Visible</*kKept=*/false>(row));
     } else if constexpr (kGiven == Given::kMasks) {
       const auto raw = row.template Load<0>(x);
       const auto visible = Visible(row);
@@ -238,7 +238,7 @@ struct LogitsOptions {
 // log_softmax has. kExponentials: its results take one each.
 template <Given kGiven, int kInputs_, bool kRowValues = false>
 struct LogitsOp {
-  static constexpr bool kNone = kGiven == Given::kNone;
+  static constexpr bool kNone = kGiven == Given::kNone, kMasksAlone = kGiven == Given::kMasks;
   static_assert(LogitsCall::kRow == LogitsCall::kFull + 1);
   static constexpr int kInputs = kInputs_, kSlots = kNone ? LogitsCall::kFull + 1 + kRowValues : LogitsCall::kSlots,
                        kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
