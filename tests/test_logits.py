@@ -99,6 +99,46 @@ def test_every_combination(op, dtype, rng):
 
 
 @every_op
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
+    """Scales of both signs and zero; what is masked, in one row everything, is infinite or no number."""
+    lengths = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 40000) if on_gpu else (64, 512)
+    cases, operands = [], []
+    for columns, scale, biased, causal in itertools.product(lengths, (0.6, -0.6, 0.0), (False, True), (False, True)):
+        mask = rng.random((20, columns)) < 0.7
+        mask[7] = False
+        seen = mask & np.tril(np.ones_like(mask)) if causal else mask
+        x, bias, dy = (rng.standard_normal(mask.shape).astype(dtype) for _ in range(3))
+        for values in (x, bias):
+            values[~seen] = rng.choice([NAN, INF, -INF], np.count_nonzero(~seen))
+        cases.append((scale, biased, causal, seen))
+        operands.append([jnp.asarray(values) for values in (x, bias, dy, mask)])
+
+    @jax.jit
+    def call(operands):
+        return [
+            value_and_gradients(
+                lambda x, c=(scale, causal), b=bias if biased else None, m=mask: OPS[op][0](
+                    x, where=m, scale=c[0], bias=b, causal=c[1]
+                ),
+                (x,),
+                dy,
+            )
+            for (scale, biased, causal, _), (x, bias, dy, mask) in zip(cases, operands, strict=True)
+        ]
+
+    for (scale, biased, causal, seen), (x, bias, dy, _), got in zip(cases, operands, call(operands), strict=True):
+        what = f"{seen.shape[-1]} columns, scale {scale}, bias {biased}, causal {causal}"
+        with np.errstate(invalid="ignore"):
+            logits = np.where(seen, wide(x) * scale + (wide(bias) if biased else 0), 0)
+        value, gradient, terms = exact(op, logits, dy, -1, seen)
+        rounded = rounding_of(logits) / coarsest(dtype)
+        assert_matches(got[0], value, what, contract.ROUNDING + rounded)
+        rounding = contract.GRADIENT_ROUNDING + rounded
+        assert_matches(got[1], gradient * scale, f"{what}, gradient", rounding, terms=terms * abs(scale))
+
+
+@every_op
 @pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16", "float32"), ("float32", "bfloat16")], ids=str)
 @pytest.mark.parametrize("axis", [-1, (-2, -1), 1, (1, 3)], ids=str)
 def test_bias_gradient(op, axis, dtypes, rng):
