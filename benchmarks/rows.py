@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -82,27 +83,27 @@ class Form:
     narrow: bool = False
 
 
-#: Attention logits: batch, heads, queries, keys.
-ATTENTION = {"gpu": (8, 16, 1024, 1024), "cpu": (2, 4, 256, 256)}
+#: Attention logits: batch, heads, queries, keys; the first with every form.
+ATTENTION = {"gpu": ((8, 16, 1024, 1024), (128, 16, 256, 256), (1, 8, 4096, 4096)), "cpu": ((2, 4, 256, 256),)}
 SCALE = 0.125
 
 
-def _shape():
+def _shapes():
     return ATTENTION["cpu" if jax.default_backend() == "cpu" else "gpu"]
 
 
-def _scores(rng, dtype):
-    return (8 * rng.standard_normal(_shape())).astype(dtype)
+def _scores(rng, dtype, number=0):
+    return (8 * rng.standard_normal(_shapes()[number])).astype(dtype)
 
 
-def _padding(rng):
+def _padding(rng, number=0):
     """Which keys of each batch element are there: about 7 in 8."""
-    batch, _, _, keys = _shape()
+    batch, _, _, keys = _shapes()[number]
     return rng.standard_normal((batch, 1, 1, keys)) < 1.15
 
 
 def _biased(rng, dtype):
-    _, heads, queries, keys = _shape()
+    _, heads, queries, keys = _shapes()[0]
     bias = rng.standard_normal((1, heads, queries, keys)).astype(dtype)
     return _scores(rng, dtype), bias, _padding(rng)
 
@@ -147,25 +148,35 @@ def _widening_form(op):
     return Form(op, "to float32", ours, widened, operands, _differentiable(op), (3, 4), narrow=True)
 
 
-FORMS = (
-    Form(
+def _masked_forms(number):
+    """Causal, and with a mask of keys; number: of the shape."""
+    causal = Form(
         "softmax",
         "scale causal",
         lambda s: jaxops.softmax(s, scale=SCALE, causal=True),
         _masked_by_hand,
-        lambda rng, dtype: (_scores(rng, dtype),),
+        lambda rng, dtype: (_scores(rng, dtype, number),),
         1,
         (1.5, 2),
-    ),
-    Form(
+    )
+    where = Form(
         "softmax",
         "scale where",
         lambda s, pad: jaxops.softmax(s, where=pad, scale=SCALE),
         lambda s, pad: jax.nn.softmax(s * SCALE, where=pad),
-        lambda rng, dtype: (_scores(rng, dtype), _padding(rng)),
+        lambda rng, dtype: (_scores(rng, dtype, number), _padding(rng, number)),
         1,
         (2, 3),
-    ),
+    )
+    return causal, where
+
+
+def forms() -> tuple[Form, ...]:
+    """Those for the device at hand."""
+    return (*itertools.chain.from_iterable(map(_masked_forms, range(len(_shapes())))), *FORMS)
+
+
+FORMS = (
     Form(
         "softmax",
         "scale bias where",
@@ -232,7 +243,7 @@ def tasks(op: str, settings: harness.Settings) -> list[harness.Task]:
                         ceiling=functools.partial(ceiling, size, direction),
                     )
                 )
-        for form in FORMS:
+        for form in forms():
             if form.op != op or settings.quick or (form.narrow and jnp.dtype(dtype).itemsize > 2):
                 continue
             draw = harness.drawing(functools.partial(form.operands, dtype=np.dtype(dtype)))
