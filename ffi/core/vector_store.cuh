@@ -1,5 +1,5 @@
 // Stores of whole vectors. nvcc may make several stores of a word each of an assignment of aligned words, as it did in
-// a third of the row kernels: each of them then writes a part of every sector.
+// many row kernels: each of them then writes a part of every sector.
 #ifndef JAXOPS_CORE_VECTOR_STORE_CUH_
 #define JAXOPS_CORE_VECTOR_STORE_CUH_
 
@@ -9,7 +9,8 @@
 namespace jaxops {
 
 // In vectors of 16 or 8 bytes, to which `to` in global memory must be aligned; what is smaller is assigned. Nothing
-// that a kernel stores so is read by it.
+// that a kernel stores so is read by it. nvcc begins no read before such a store that stands behind it: not for loops
+// that read on, whose assignments cost less.
 template <class V>
 __device__ void StoreVector(V* to, const V& value) {
   [[maybe_unused]] const uint32_t* const words = reinterpret_cast<const uint32_t*>(&value);

@@ -7,7 +7,6 @@
 
 #include "core/async_copy.cuh"
 #include "core/shared_memory.cuh"
-#include "core/vector_store.cuh"
 #include "rows/row.cuh"
 
 namespace jaxops::rows {
@@ -321,7 +320,7 @@ class StagedRow : public Base {
     for (int k = 0; k < (kVectors + P::kLanes - 1) / P::kLanes; ++k) {
       const int vector = thread_ + k * P::kLanes;
       if (vector * kPer >= begin && vector * kPer + kPer <= end)
-        StoreVector(reinterpret_cast<uint4*>(target + vector * kPer), LoadShared<uint4>(stage_ + vector * 16));
+        *reinterpret_cast<uint4*>(target + vector * kPer) = LoadShared<uint4>(stage_ + vector * 16);
     }
     if (thread_ >= kPer) return;
     const auto copy = [&](int element) { target[element] = LoadShared<T>(stage_ + element * P::kBytes); };

@@ -295,7 +295,12 @@ class RowPacks {
     if constexpr (P::kBackwards) {
       StoreVectorOnce(reinterpret_cast<Pack<T, kV>*>(target), values);
     } else if (Whole(column)) {
-      StoreVector(reinterpret_cast<Pack<T, kV>*>(target), values);
+      auto* const to = reinterpret_cast<Pack<T, kV>*>(target);
+      if constexpr (kHeld || P::kAcross) {
+        StoreVector(to, values);
+      } else {
+        *to = values;
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < kV; ++i)
