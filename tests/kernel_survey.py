@@ -150,6 +150,12 @@ class Kernel:
         return f"{self.name} {op}, {lay}, packs of {pack}"
 
     @property
+    def sharing(self) -> str:
+        """What says how its threads share memory, whatever the dtypes and the op."""
+        lay = self.arguments[2] if self.placement else ""
+        return f"{self.name} {', '.join(self.arguments[:1])} {lay}".strip()
+
+    @property
     def member(self) -> str:
         return self.placement or ", ".join(self.arguments) or "itself"
 
@@ -385,15 +391,16 @@ def fingerprint(module: str) -> str:
 # --- the choice ---
 
 
-def choose(calls: Sequence[Surveyed]) -> list[Surveyed]:
-    """A few cheap calls that together launch every kernel that any does."""
-    missing = frozenset().union(*(entry.kernels for entry in calls))
-    queue = [(entry.cost / len(entry.kernels), i) for i, entry in enumerate(calls) if entry.kernels]
+def cover(calls: Sequence[Surveyed], of: Callable[[Surveyed], frozenset[str]]) -> list[Surveyed]:
+    """A few cheap calls that together have everything that `of` finds in any."""
+    every = [of(entry) for entry in calls]
+    missing = frozenset().union(*every)
+    queue = [(calls[i].cost / len(found), i) for i, found in enumerate(every) if found]
     heapq.heapify(queue)
     chosen = []
     while missing:
         _, i = heapq.heappop(queue)
-        new = len(calls[i].kernels & missing)
+        new = len(every[i] & missing)
         if not new:
             continue
         price = calls[i].cost / new
@@ -401,22 +408,40 @@ def choose(calls: Sequence[Surveyed]) -> list[Surveyed]:
             heapq.heappush(queue, (price, i))
             continue
         chosen.append(calls[i])
-        missing -= calls[i].kernels
+        missing -= every[i]
     return chosen
 
 
-def part_of(chosen: Sequence[Surveyed], part: int, parts: int) -> list[Surveyed]:
-    """One of equally long parts, in any order: what costs the GPU runs beside what costs the host."""
-    loads, members = [(0.0, i) for i in range(parts)], [[] for _ in range(parts)]
-    for entry in sorted(chosen, key=lambda entry: -entry.cost):
-        load, i = heapq.heappop(loads)
-        members[i].append(entry)
-        heapq.heappush(loads, (load + entry.cost, i))
-    random.Random(part).shuffle(members[part])
-    return members[part]
+def sharings(entry: Surveyed) -> frozenset[str]:
+    """Those of the kernels that a call launches."""
+    return frozenset(Kernel.of(name.split()[0]).sharing for name in entry.kernels)
 
 
-def load(path: str, no_matmul: bool = False) -> tuple[dict, list[Surveyed]]:
+def choose(calls: Sequence[Surveyed]) -> tuple[list[Surveyed], list[Surveyed]]:
+    """A few cheap calls that together launch a kernel of every placement; more, for every kernel that any launches."""
+    first = cover(calls, sharings)
+    launched = frozenset().union(*(entry.kernels for entry in first))
+    return first, cover(calls, lambda entry: entry.kernels - launched)
+
+
+def part_of(chosen: Sequence[Sequence[Surveyed]], part: int, parts: int) -> list[Surveyed]:
+    """One of equally long parts of each of the lists, one behind the other.
+
+    Each in any order: what costs the GPU runs beside what costs the host.
+    """
+    mine = []
+    for entries in chosen:
+        loads, members = [(0.0, i) for i in range(parts)], [[] for _ in range(parts)]
+        for entry in sorted(entries, key=lambda entry: -entry.cost):
+            load, i = heapq.heappop(loads)
+            members[i].append(entry)
+            heapq.heappush(loads, (load + entry.cost, i))
+        random.Random(part).shuffle(members[part])
+        mine += members[part]
+    return mine
+
+
+def load(path: str, no_matmul: bool = False) -> tuple[dict, tuple[list[Surveyed], list[Surveyed]]]:
     """What `survey` wrote, and the choice among the calls, or among those that are not matmul's."""
     with open(path) as file:
         found = json.load(file)
@@ -428,10 +453,14 @@ def coverage(kernels: Iterable[str], ran: Iterable[Surveyed]) -> str:
     """How many of a module's kernels calls launched, and which ones not."""
     kernels = set(kernels)
     launched = {name.split()[0] for entry in ran for name in entry.kernels}
+    placed, every = ({Kernel.of(name).sharing for name in names} for names in (launched & kernels, kernels))
     never = grouped(kernels - launched)
     lines = [f"{family}:\n    {'; '.join(members)}" for family, members in never.items()]
     foreign = len(launched - kernels)
-    lines.append(f"{len(launched & kernels)} of the module's {len(kernels)} kernels were launched.")
+    lines.append(
+        f"{len(launched & kernels)} of the module's {len(kernels)} kernels were launched, and one or more of "
+        f"{len(placed)} of the {len(every)} placements, each layout by itself."
+    )
     return "\n".join(lines + [f"{foreign} launched ones are not the module's."] * (foreign > 0))
 
 
@@ -471,15 +500,19 @@ def main(arguments: Sequence[str]) -> None:
         if not before or before["cases"] < before["all_cases"]:
             survey(options.path, _cuda.__file__, options.seconds)
     found, chosen = load(options.path, options.no_matmul)
-    counts = options.ran or [len(chosen)]
+    counts = options.ran or [sum(map(len, chosen))]
     ran = [entry for i, count in enumerate(counts) for entry in part_of(chosen, i, len(counts))[:count]]
     if options.command == "report":
         print(coverage(found["kernels"], ran))
         for refusal, count in found["refused"].items():
             print(f"{count} calls refused: {refusal}")
-    price = sum(entry.cost for entry in chosen)
-    cases = f"{found['cases']} of {found['all_cases']} cases"
-    print(f"{len(chosen)} calls, of cost {price:.0f}, launch all kernels seen in {cases}.")
+    (placed, price), (rest, price_of_rest) = (
+        (len(entries), sum(entry.cost for entry in entries)) for entries in chosen
+    )
+    print(
+        f"{placed} calls, of cost {price:.0f}, launch a kernel of every placement, and {rest} more, of cost "
+        f"{price_of_rest:.0f}, all kernels seen in {found['cases']} of {found['all_cases']} cases."
+    )
 
 
 if __name__ == "__main__":

@@ -103,16 +103,32 @@ def test_kernels_of_a_module(tmp_path):
 
 def test_choice_is_few_cheap_calls():
     costs = {"abc": 9, "ab": 2, "c": 1.1, "a": 1.5, "bc": 5, "d": 50}
-    chosen = kernel_survey.choose([surveyed(kernels, cost) for kernels, cost in costs.items()])
+    calls = [surveyed(kernels, cost) for kernels, cost in costs.items()]
+    chosen = kernel_survey.cover(calls, lambda entry: entry.kernels)
     assert ["".join(sorted(entry.kernels)) for entry in chosen] == ["ab", "c", "d"]
-    assert kernel_survey.choose([]) == []
+    assert kernel_survey.cover([], lambda entry: entry.kernels) == []
+
+
+def test_choice_begins_with_placements():
+    """A kernel of each, the cheapest; what is launched then is left out of the rest."""
+    assert Kernel("RowKernel", ("Along<8, 4>", "4", "plain", "f32", "Op")).sharing == "RowKernel Along<8, 4> plain"
+    assert Kernel.of(PAD_ROWS).sharing == "PadRows"
+    assert Kernel.of(ROW).sharing == "RowKernel Along<256, 8, 1, 16, 1> plain"
+    placements = {"dear": "a", "cheap": "a", "other": "b"}
+    calls = [surveyed([name], cost) for name, cost in (("dear", 3), ("cheap", 2), ("other", 1))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_survey, "sharings", lambda entry: frozenset(placements[k] for k in entry.kernels))
+        first, rest = kernel_survey.choose(calls)
+    assert [entry.cost for entry in first] == [1, 2] and [entry.cost for entry in rest] == [3]
 
 
 def test_parts_are_evenly_long():
-    chosen = [surveyed([str(i)], cost) for i, cost in enumerate([10, 1, 1, 1, 1, 1, 5, 5, 3, 2])]
-    parts = [kernel_survey.part_of(chosen, i, 3) for i in range(3)]
-    assert [sum(entry.cost for entry in part) for part in parts] == [10, 10, 10]
-    assert sorted(min(entry.kernels) for part in parts for entry in part) == sorted(str(i) for i in range(10))
+    first = [surveyed([str(i)], cost) for i, cost in enumerate([10, 1, 1, 1, 1, 1, 5, 5, 3, 2])]
+    rest = [surveyed([f"more {i}"], 7) for i in range(3)]
+    parts = [kernel_survey.part_of((first, rest), i, 3) for i in range(3)]
+    assert [sum(entry.cost for entry in part[:-1]) for part in parts] == [10, 10, 10]
+    assert sorted(min(entry.kernels) for part in parts for entry in part[:-1]) == sorted(str(i) for i in range(10))
+    assert sorted(min(part[-1].kernels) for part in parts) == ["more 0", "more 1", "more 2"]
 
 
 def test_clusters_cost_more():
@@ -124,7 +140,8 @@ def test_coverage():
     text = kernel_survey.coverage([ROW, STREAM, PAD_ROWS], [surveyed([f"{ROW} groups", "other"], 1)])
     assert "PadRows:\n    itself\n" in text and "Staged<Along<8, 16, 1, 1, 1>, 2, 3, 7, true>" in text
     assert "SoftmaxForward" not in text
-    assert text.endswith("1 of the module's 3 kernels were launched.\n1 launched ones are not the module's.")
+    assert "\n1 of the module's 3 kernels were launched, and one or more of 1 of the 3 placements" in text
+    assert text.endswith("\n1 launched ones are not the module's.")
 
 
 def test_numbers_of_rows_where_kernels_change():
@@ -216,10 +233,10 @@ def test_survey(tmp_path, monkeypatch, capsys):
     kernel_survey.survey(str(path), str(module), 100)
     found, chosen = kernel_survey.load(str(path))
     assert (found["cases"], found["all_cases"], list(found["refused"].values())) == (2, 2, [1])
-    rows = {min(entry.kernels): entry.call.operands[0].shape[0] for entry in chosen}
+    rows = {min(entry.kernels): entry.call.operands[0].shape[0] for entries in chosen for entry in entries}
     assert rows[ROW] == 4 and 1000 <= rows[STREAM] < 1250
     kernel_survey.main(["report", str(path), "--ran", "1", "1"])
-    assert "2 of the module's 3 kernels were launched." in capsys.readouterr().out
+    assert "2 of the module's 3 kernels were launched" in capsys.readouterr().out
     module.write_bytes(b"another")
     assert kernel_survey.known(str(path), str(module)) is None
 
@@ -258,7 +275,7 @@ def test_kernels_once_under_a_tool(sanitize_gpu, tmp_path, monkeypatch, capfd):
     assert sanitize_gpu.main(["--only", "racecheck", "--jobs", "2", "--survey", str(path)]) == 0
     out = capfd.readouterr().out
     assert "ok     racecheck kernels 0" in out and "ran 1 of 1 calls" in out
-    assert "1 of the module's 3 kernels were launched." in out
+    assert "1 of the module's 3 kernels were launched, and one or more of 1 of the 3 placements" in out
     assert "2 of 2 runs are clean." in out
 
 

@@ -3,8 +3,9 @@
 Under racecheck a launch of a kernel takes up to a second, and in a cluster of 16 blocks up to five, however small: each
 kernel runs once, or a few times, on as few rows as make its blocks take several each (tests/kernel_survey.py). Without
 the tool all calls of tests/kernel_cases.py are made first, CUPTI tells which kernels they launch, and a few calls are
-chosen that together launch all of these; what is learned is kept in build/kernels.json until the module changes. At the
-end stands which of the module's kernels were launched, and which never. `--once racecheck,memcheck` does the same under
+chosen that together launch all of these, first a kernel of every placement; what is learned is kept in
+build/kernels.json until the module changes. At the end stands which of the module's kernels were launched, and which
+never. `--once racecheck,memcheck` does the same under
 memcheck; the other tools run tests on call frames of rows of every placement (lengths by capacity: COLUMNS_ONCE in
 tests/row_cases.py) and of every tile, without red zones, as the tools watch the memory themselves.
 

@@ -46,8 +46,8 @@ class SplitRow : public Row<P, kV, Lay::kPlain, A, GeometryOf<Op::kSlots, Lay::k
     if (threadIdx.x >= P::kTeams || !this->live(0)) return;
 #pragma unroll
     for (int k = 0; k < Part::kCount; ++k)
-      *reinterpret_cast<Pack<A, kV>*>(Place<Part>(part_, k)) =
-          ToPack<A, kV>([&](int r) { return part.values[r].v[k]; });
+      StoreVector(reinterpret_cast<Pack<A, kV>*>(Place<Part>(part_, k)),
+                  ToPack<A, kV>([&](int r) { return part.values[r].v[k]; }));
   }
 
   // The join of all parts.

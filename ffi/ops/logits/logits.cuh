@@ -64,10 +64,9 @@ struct LogitsOptions {
       const auto visible = row.template ReadBroadcast<Slot::kWhere>(where, pack, column);
       uint32_t mask = 0;
       if constexpr (Row::kV % 4 == 0) {
-        // Four booleans, one a byte: the product has the sum of their bits at 28, 29, 30 and 31, without carries.
 #pragma unroll
         for (int i = 0; i < Row::kV; i += 4)
-          mask |= (reinterpret_cast<const uint32_t&>(visible.lane[i]) * 0x10204080u >> 28) << i;
+          mask |= BitsOf(reinterpret_cast<const uint32_t&>(visible.lane[i])) << i;
       } else {
 #pragma unroll
         for (int i = 0; i < Row::kV; ++i) mask |= static_cast<uint32_t>(visible.lane[i] != 0) << i;
@@ -83,8 +82,7 @@ struct LogitsOptions {
       !kNone && sizeof(T) == 2 && !Row::P::kAcross && Row::kLay == rows::Lay::kPlain && Row::kV % 4 == 0 &&
       requires(const Row& row, const T* x) { row.template Load<0>(x).packs; };
 
-  // Which entries of the thread's packs take part, a byte each, and as ones in their halves of a pack's words. All
-  // reads of `where` begin before the first is used.
+  // Which entries of the thread's packs take part, a byte each, and as ones in their halves of a pack's words.
   template <class Row>
   struct HeldBooleans {
     static constexpr int kWords = Row::kV / 4;
@@ -96,8 +94,9 @@ struct LogitsOptions {
       return masks;
     }
   };
+  // By `where` alone: all its reads begin before the first is used.
   template <class Row>
-  __device__ HeldBooleans<Row> VisibleBooleans(const Row& row) const {
+  __device__ HeldBooleans<Row> ReadWhere(const Row& row) const {
     HeldBooleans<Row> held;
 #pragma unroll
     for (auto& pack : held.packs)
@@ -110,6 +109,11 @@ struct LogitsOptions {
         for (int w = 0; w < held.kWords; ++w) held.packs[pack][w] = reinterpret_cast<const uint32_t&>(seen.lane[4 * w]);
       });
     }
+    return held;
+  }
+  template <class Row>
+  __device__ HeldBooleans<Row> VisibleBooleans(const Row& row) const {
+    HeldBooleans<Row> held = ReadWhere(row);
     if (causal) {
       const bool along = row.Step(Slot::kDiagonal) == -1;
       row.ForEachPack([&](int pack, int column) {
@@ -139,7 +143,14 @@ struct LogitsOptions {
       return [](int, int) { return [](int) { return true; }; };
     } else if constexpr (kKept && Row::kHeld) {
       HeldBits<Row> held = {};
-      row.ForEachPack([&](int pack, int column) { held.packs[pack] = VisibleBits(row, pack, column); });
+      if constexpr (Row::kV == 4 && Row::kLay == rows::Lay::kPlain && !Row::P::kAcross) {
+        const auto seen = ReadWhere(row);
+        row.ForEachPack([&](int pack, int column) {
+          held.packs[pack] = CausalBits(row, pack, column) & BitsOf(seen.packs[pack][0]);
+        });
+      } else {
+        row.ForEachPack([&](int pack, int column) { held.packs[pack] = VisibleBits(row, pack, column); });
+      }
       return held;
     } else {
       return [this, &row](int pack, int column) {
@@ -197,6 +208,9 @@ struct LogitsOptions {
   }
 
  private:
+  // Four booleans, one a byte, as bits: the product has the sum of the bytes' bits at 28, 29, 30 and 31, no carries.
+  __device__ static uint32_t BitsOf(uint32_t booleans) { return booleans * 0x10204080u >> 28; }
+
   // Masked entries are made -inf, their biases 0. A scale that is not positive goes into the packs, so that they stay
   // so. All reads begin before the first is used.
   template <class T, class Row>
