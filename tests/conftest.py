@@ -1,6 +1,10 @@
 import os
 import zlib
 
+import gpus
+
+os.environ.update(gpus.of_worker())
+
 # Before jax: eight devices wherever the tests run, unless the caller says otherwise. What takes most of their time is
 # XLA's compiler, which may optimise less for the CPU. At level 0 some of its results are wrong.
 os.environ["XLA_FLAGS"] = " ".join(

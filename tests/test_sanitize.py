@@ -9,6 +9,7 @@ import struct
 import sys
 
 import frames
+import gpus
 import kernel_cases
 import kernel_survey
 import numpy as np
@@ -277,6 +278,27 @@ def test_kernels_once_under_a_tool(sanitize_gpu, tmp_path, monkeypatch, capfd):
     assert "ok     racecheck kernels 0" in out and "ran 1 of 1 calls" in out
     assert "1 of the module's 3 kernels were launched, and one or more of 1 of the 3 placements" in out
     assert "2 of 2 runs are clean." in out
+
+
+def test_gpus_of_workers(tmp_path, monkeypatch):
+    """Those of the machine, or those that are chosen already, another one first in each worker."""
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\nfor i in 0 1 2; do echo GPU $i: one; done\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpus.visible({}) == ["0", "1", "2"]
+    assert gpus.of_worker({}) == {} == gpus.of_worker({"PYTEST_XDIST_WORKER": "master"})
+    assert gpus.of_worker({"PYTEST_XDIST_WORKER": "gw4"}) == {
+        "CUDA_VISIBLE_DEVICES": "1,2,0",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    chosen = {"CUDA_VISIBLE_DEVICES": "5,7", "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+    assert gpus.of_worker(chosen | {"PYTEST_XDIST_WORKER": "gw3"}) == chosen | {"CUDA_VISIBLE_DEVICES": "7,5"}
+    assert gpus.visible({"CUDA_VISIBLE_DEVICES": ""}) == []
+    fake.write_text("#!/bin/sh\nexit 9\n")
+    assert gpus.visible({}) == []
+    fake.unlink()
+    assert gpus.visible({}) == []
 
 
 def test_callbacks_of_launches():

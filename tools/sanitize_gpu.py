@@ -33,6 +33,10 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import gpus  # noqa: E402
+
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
 SURVEY = [sys.executable, "tests/kernel_survey.py"]
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
@@ -76,14 +80,6 @@ def kernel_runs(tool: str, parts: int, survey: pathlib.Path, seconds: float) -> 
     command = (*SURVEY, "run", str(survey), "--parts", str(parts), "--seconds", str(seconds))
     command += ("--no-matmul",) if tool == "initcheck" else ()
     return [Run(tool, f"kernels {i}", (*command, "--part", str(i))) for i in range(parts)]
-
-
-def gpus() -> list[str]:
-    """The numbers of this machine's GPUs, or those that CUDA_VISIBLE_DEVICES names."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, check=True).stdout
-    return [str(i) for i in range(len(listed.splitlines()))]
 
 
 def environment(gpu: str, **more: str) -> dict[str, str]:
@@ -144,7 +140,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--survey-seconds", type=float, default=400, help="survey no more when they are over")
     parser.add_argument("--run-seconds", type=float, default=1e6, help="begin no more calls when they are over")
     options, more = parser.parse_known_args(arguments)
-    devices = gpus()
+    devices = gpus.visible()
+    if not devices:
+        parser.error("no GPU is visible")
     jobs = options.jobs or min(12 * len(devices), os.cpu_count() or 1)
     once = [tool for tool in TOOLS if tool in options.once.split(",")]
     if "synccheck" in once:
