@@ -417,8 +417,15 @@ struct BundleLoop {
 #pragma omp simd
       for (int64_t w = 0; w < lanes; ++w) {
         double total = values[w], excess = excesses[w];
-        for (int64_t k = 0; k < kColumns; ++k) {
-          loops_internal::Add<A>(static_cast<double>(f((c + k) * pitch + w, w)), total, excess);
+        if constexpr (kColumns == 1 || std::is_same_v<A, double>) {
+          for (int64_t k = 0; k < kColumns; ++k) {
+            loops_internal::Add<A>(static_cast<double>(f((c + k) * pitch + w, w)), total, excess);
+          }
+        } else {  // in pairs, as RowLoop's
+          for (int64_t k = 0; k < kColumns; k += 2) {
+            const A first = f((c + k) * pitch + w, w), second = f((c + k + 1) * pitch + w, w);
+            loops_internal::Add<A>(static_cast<double>(first + second), total, excess);
+          }
         }
         values[w] = total, excesses[w] = excess;
       }
