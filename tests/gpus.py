@@ -28,8 +28,7 @@ def of_worker(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     if not found:
         return {}
     first = int(worker[2:]) % len(found)
-    preallocate = environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(found[first:] + found[:first]),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": preallocate,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),
     }

@@ -5,9 +5,9 @@ kernel runs once, or a few times, on as few rows as make its blocks take several
 the tool all calls of tests/kernel_cases.py are made first, CUPTI tells which kernels they launch, and a few calls are
 chosen that together launch all of these, first a kernel of every placement; what is learned is kept in
 build/kernels.json until the module changes. At the end stands which of the module's kernels were launched, and which
-never. `--once racecheck,memcheck` does the same under
-memcheck; the other tools run tests on call frames of rows of every placement (lengths by capacity: COLUMNS_ONCE in
-tests/row_cases.py) and of every tile, without red zones, as the tools watch the memory themselves.
+never. `--once racecheck,memcheck` does the same under memcheck; the other tools run tests on call frames of rows of
+every placement (lengths by capacity: COLUMNS_ONCE in tests/row_cases.py) and of every tile, without red zones, as the
+tools watch the memory themselves.
 
 Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
 those that fail, and a summary; exits non-zero if one fails.

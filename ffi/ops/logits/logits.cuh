@@ -65,8 +65,7 @@ struct LogitsOptions {
       uint32_t mask = 0;
       if constexpr (Row::kV % 4 == 0) {
 #pragma unroll
-        for (int i = 0; i < Row::kV; i += 4)
-          mask |= BitsOf(reinterpret_cast<const uint32_t&>(visible.lane[i])) << i;
+        for (int i = 0; i < Row::kV; i += 4) mask |= BitsOf(reinterpret_cast<const uint32_t&>(visible.lane[i])) << i;
       } else {
 #pragma unroll
         for (int i = 0; i < Row::kV; ++i) mask |= static_cast<uint32_t>(visible.lane[i] != 0) << i;
@@ -143,6 +142,7 @@ struct LogitsOptions {
       return [](int, int) { return [](int) { return true; }; };
     } else if constexpr (kKept && Row::kHeld) {
       HeldBits<Row> held = {};
+      // Of more elements a pack the words take more registers than their bits.
       if constexpr (Row::kV == 4 && Row::kLay == rows::Lay::kPlain && !Row::P::kAcross) {
         const auto seen = ReadWhere(row);
         row.ForEachPack([&](int pack, int column) {
