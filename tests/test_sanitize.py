@@ -110,16 +110,15 @@ def test_choice_is_few_cheap_calls():
     assert kernel_survey.cover([], lambda entry: entry.kernels) == []
 
 
-def test_choice_begins_with_placements():
+def test_choice_begins_with_placements(monkeypatch):
     """A kernel of each, the cheapest; what is launched then is left out of the rest."""
     assert Kernel("RowKernel", ("Along<8, 4>", "4", "plain", "f32", "Op")).sharing == "RowKernel Along<8, 4> plain"
     assert Kernel.of(PAD_ROWS).sharing == "PadRows"
     assert Kernel.of(ROW).sharing == "RowKernel Along<256, 8, 1, 16, 1> plain"
     placements = {"dear": "a", "cheap": "a", "other": "b"}
     calls = [surveyed([name], cost) for name, cost in (("dear", 3), ("cheap", 2), ("other", 1))]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_survey, "sharings", lambda entry: frozenset(placements[k] for k in entry.kernels))
-        first, rest = kernel_survey.choose(calls)
+    monkeypatch.setattr(kernel_survey, "sharings", lambda entry: frozenset(placements[k] for k in entry.kernels))
+    first, rest = kernel_survey.choose(calls)
     assert [entry.cost for entry in first] == [1, 2] and [entry.cost for entry in rest] == [3]
 
 
