@@ -145,23 +145,23 @@ def matmul_call(
     arithmetic, (m, n, k) = choices.ARITHMETICS[name], size
     # 8-bit and f32 operands lie along k in a copy.
     copies = copies or ((0, 0) if name == "16bit" else (1, 2))
-    parts, line = 2 if arithmetic.terms == 3 else 1, 128 // arithmetic.itemsize
+    parts, depth = 3 if arithmetic.in_parts else 1, arithmetic.depth
     shapes = [shape[::-1] if turned else shape for shape, turned in zip(((m, k), (k, n)), transposed, strict=True)]
-    results = [frames.Operand((m, n), dtypes[2])]
+    results, scales = [frames.Operand((m, n), dtypes[2])], []
     for (rows, columns), how, code in zip(shapes, copies, dtypes, strict=False):
         rows, columns = (columns, rows) if how == 2 else (rows, columns)
-        results += [frames.Operand((parts, rows, -(-columns // line) * line), code)] if how else []
+        results += [frames.Operand((parts, rows, -(-columns // depth) * depth), code)] if how else []
+        scales += [frames.Operand((1, -(-rows // depth), -(-columns // depth)), 11)]
     results += [frames.Operand((splits, 1, m, n), 11)] if partials else []
-    results += [frames.Operand((1,), 4)] if arithmetic.terms == 3 else []
+    results += [*scales, frames.Operand((1,), 4)] if arithmetic.in_parts else []
     numbers = {
         "activation": 0,
         "triangle": 0,
         "tile_rows": tile.rows if tile else 0,
         "tile_columns": tile.columns if tile else 0,
         "band": tile.band if tile else 1,
-        "terms": arithmetic.terms,
         "splits": splits,
-        "promote": 3 if arithmetic.promoted else 0,
+        "promote": 1 if arithmetic.promoted else 0,
         "lhs_copy": copies[0],
         "rhs_copy": copies[1],
     }
@@ -172,6 +172,7 @@ def matmul_call(
         "has_preactivation": False,
         "has_partials": partials,
         "ping_pong": tile is not None and tile.ping_pong,
+        "in_parts": arithmetic.in_parts,
     }
     attributes = {key: np.int32(value) for key, value in numbers.items()}
     operands = tuple(frames.Operand(shape, code) for shape, code in zip(shapes, dtypes, strict=False))
@@ -238,7 +239,6 @@ def _wrong_values(name: str, value, rank: int) -> list:
         "triangle": int32(-1, 3, 2**31 - 1),
         "band": int32(0, -1, 65, 2**31 - 1),
         "splits": int32(0, -1, -(2**31)),
-        "terms": int32(0, 2, -1, 4, 2**31 - 1),
         "promote": int32(-1, -(2**31)),
         "lhs_copy": int32(-1, 3, 2**31 - 1),
         "rhs_copy": int32(-1, 3, 2**31 - 1),

@@ -1,6 +1,7 @@
 """Every tile of matmul's Hopper kernels, whatever the table would choose: values against float64, and the same bits at
 every launch."""
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -40,10 +41,6 @@ class Operands(NamedTuple):
     precision: str
     product: float
     total: float
-
-    @property
-    def itemsize(self) -> int:
-        return choices.ARITHMETICS[self.arithmetic].itemsize
 
 
 OPERANDS = [
@@ -145,7 +142,9 @@ def fits(case: Case, operands: Operands, tile, splits, partials) -> bool:
     aligned = case.n * np.dtype(case.result).itemsize % 16 == 0
     rows = tile.rows >= 64 or (case.m <= tile.rows and case.layout[0] == "N")
     return (
-        rows and (aligned or partials or tile.stores_any_rows) and math.ceil(case.k * operands.itemsize / 128) >= splits
+        rows
+        and (aligned or partials or tile.stores_any_rows)
+        and math.ceil(case.k / choices.ARITHMETICS[operands.arithmetic].depth) >= splits
     )
 
 
@@ -237,6 +236,44 @@ def test_random_shapes(operands, seed, monkeypatch):
         batches = ((), (), (2, 2), (3, 1))[rng.integers(4)]
         cases.append(Case(m, n, k, str(layout), str(result), batches))
     check(operands, cases, rng)
+
+
+@pytest.mark.parametrize(
+    "operands, tile, splits, partials", [c for c in CONFIGURATIONS if c[0].arithmetic == "f32"], ids=name_of
+)
+@pytest.mark.parametrize("layout", ["NN", "TT"])
+def test_full_precision_whatever_the_exponents(operands, tile, splits, partials, layout, force, rng):
+    """Error against |lhs| @ |rhs|, entry by entry, where f16 holds the parts of all blocks, of some, or of none."""
+    force(tile, splits, partials)
+    case = Case(200, 328, 1000, layout, "float32")
+    lhs, rhs = (np.asarray(x) for x in case.draw(rng, operands))
+    along_k = (1 if layout[0] == "N" else 0, 0 if layout[1] == "N" else 1)
+    exponents = rng.integers(-40, 40, lhs.shape), rng.integers(-40, 40, rhs.shape)
+    rows = rng.integers(-60, 60, case.m)[:, None] if layout[0] == "N" else rng.integers(-60, 60, case.m)
+    tiny = [np.where(rng.random(x.shape) < 1e-3, np.float32(2**-30), 1) * x for x in (lhs, rhs)]
+    large, nothing = tiny[0].copy(), rhs.copy()
+    np.moveaxis(large, along_k[0], 0)[5] *= 2.0**50
+    np.moveaxis(nothing, along_k[1], 0)[5] = 0
+    zeros = lhs.copy()
+    zeros[:70, :130] = 0
+    for what, a, b in (
+        ("plain", lhs, rhs),
+        ("each its own", np.ldexp(lhs, exponents[0]), np.ldexp(rhs, exponents[1])),
+        ("one of lhs", np.ldexp(lhs, exponents[0]), rhs),
+        ("rows", np.ldexp(lhs, rows), rhs),
+        ("few tiny", *tiny),
+        ("large by zero", large, nothing),
+        ("zeros", zeros, tiny[1]),
+        ("subnormal", np.ldexp(lhs, -130), np.ldexp(rhs, 90)),
+        ("huge by tiny", np.ldexp(lhs, 124), np.ldexp(rhs, -110)),
+        ("huge by plain", np.ldexp(lhs, 116), rhs),
+        ("some huge", np.where(rng.random(lhs.shape) < 1e-3, np.ldexp(lhs, 115), lhs), rhs),
+    ):
+        a, b = a.astype(np.float32), b.astype(np.float32)
+        (got,) = jax.jit(functools.partial(case.run, operands))(a, b)
+        (wanted,), (size,) = case.exact(a, b), case.exact(np.abs(a), np.abs(b))
+        bound = (4 * 2**-24 + (4 + case.k / 32) * 2**-24) * size + 2**-149
+        assert np.all(np.abs(np.asarray(got, np.float64) - wanted) <= bound), what
 
 
 @pytest.mark.slow

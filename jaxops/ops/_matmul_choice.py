@@ -73,24 +73,30 @@ class Tile(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """How elements are multiplied: their bytes, TFLOP/s at best, terms of a product, and whether sums are promoted.
+    """How elements are multiplied: their bytes, TFLOP/s at best, whether in parts, and whether sums are promoted.
 
-    Terms: f32 in full precision is three products of TF32 parts. Promoted sums are added to f32 registers after every
-    few products, because the tensor cores' own are truncated (to 14 bits for 8-bit operands).
+    In parts: f32 in full precision is a high and a low part, of which the tensor cores multiply high high in TF32, and
+    low high and high low in f16. Promoted sums are added to f32 registers after every k tile, because the tensor cores'
+    own are truncated (to 14 bits for 8-bit operands); those of products in parts twice in every k tile.
     """
 
     itemsize: int
     peak: float
-    terms: int
+    in_parts: bool
     promoted: bool
+
+    @property
+    def depth(self) -> int:
+        """Elements of a k tile."""
+        return 128 // self.itemsize * (2 if self.in_parts else 1)
 
 
 ARITHMETICS = {
-    "16bit": Arithmetic(2, 820, 1, False),
-    "tf32": Arithmetic(4, 415, 1, False),
-    "f32": Arithmetic(4, 415 / 3, 3, True),
-    "f8": Arithmetic(1, 1530, 1, True),
-    "f8 fast": Arithmetic(1, 1530, 1, False),
+    "16bit": Arithmetic(2, 820, False, False),
+    "tf32": Arithmetic(4, 415, False, False),
+    "f32": Arithmetic(4, 1 / (1 / 415 + 2 / 820), True, False),
+    "f8": Arithmetic(1, 1530, False, True),
+    "f8 fast": Arithmetic(1, 1530, False, False),
 }
 
 _COMMON_TILES = (
@@ -103,17 +109,17 @@ _COMMON_TILES = (
     Tile(128, 256, False, 0.98),
     Tile(256, 192, False, 0.98, stores_any_rows=False),
 )
-_PROMOTED_TILES = (
+_PARTS_TILES = (
     Tile(64, 64, False, 0.4, clusters=True),
     Tile(64, 128, False, 0.65, clusters=True),
     Tile(128, 128, False, 0.85, clusters=True),
-    Tile(128, 192, False, 0.9),
 )
+_PROMOTED_TILES = (*_PARTS_TILES, Tile(128, 192, False, 0.9))
 _FAST_F8_TILES = (_COMMON_TILES[2], _COMMON_TILES[4], _COMMON_TILES[6])
 TILES = {
     "16bit": _COMMON_TILES,
     "tf32": _COMMON_TILES,
-    "f32": _PROMOTED_TILES,
+    "f32": _PARTS_TILES,
     "f8": _PROMOTED_TILES,
     "f8 fast": _FAST_F8_TILES,
 }
@@ -142,7 +148,7 @@ class Choice:
     tile: Tile | None = None
     splits: int = 1
     partials: bool = False  # the parts of a split are written and summed by another kernel; else by clusters of blocks
-    promote: int = 0  # k tiles (of every term) after which sums are promoted; 0: never
+    promote: int = 0  # k tiles after which sums are promoted; 0: never, or as products in parts do
     lhs_copy: int = 0
     rhs_copy: int = 0
 
@@ -183,18 +189,20 @@ def _tiles(product: Product, tile: Tile) -> int:
 
 def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, device: Device, finished: bool) -> float:
     """The time that a tile and a split of k are expected to take."""
-    itemsize, peak, terms, _ = ARITHMETICS[product.arithmetic]
+    arithmetic = ARITHMETICS[product.arithmetic]
+    itemsize = arithmetic.itemsize
     m, n, k, batches = product.m, product.n, product.k, product.batches
     blocks = _tiles(product, tile) * splits
-    depth = math.ceil(math.ceil(k * itemsize / 128) / splits) * 128 / itemsize
-    rate = peak * 1e6 / device.multiprocessors * tile.efficiency
+    depth = math.ceil(math.ceil(k / arithmetic.depth) / splits) * arithmetic.depth
+    rate = arithmetic.peak * 1e6 / device.multiprocessors * tile.efficiency
     waves = math.ceil(blocks / device.multiprocessors)
     plain = not finished and n * product.result_bytes % 16 == 0
     store = (_PLAIN_STORE if plain else _STORE) * max(tile.rows, 64) * tile.columns / (128 * 256)
     store *= 2 if tile.ping_pong else waves  # a warpgroup has the whole tile, but only the last one shows
     compute = waves * (2 * max(tile.rows, 64) * tile.columns * depth / rate) + store
     read = batches * (m * k + k * n) * itemsize
-    shared = blocks / splits * (min(tile.rows, m) + min(tile.columns, n)) * k * itemsize * terms
+    shared = blocks / splits * (min(tile.rows, m) + min(tile.columns, n)) * k * itemsize
+    shared *= 2 if arithmetic.in_parts else 1
     written = batches * m * n * (4 * splits if partials else product.result_bytes)
     busy = min(1, blocks / device.multiprocessors)  # the share of the multiprocessors that load
     time = max(compute, (read + written) / _MEMORY / busy**0.5, shared / _L2 / busy) + _FILL
@@ -213,9 +221,8 @@ def _best_tile(product: Product, device: Device, finished: bool = False) -> tupl
     if product.triangle and product.arithmetic == "16bit":  # larger tiles leave less of it out
         side = 64 if product.n <= 64 else 128
         return next(t for t in TILES[product.arithmetic] if t[:3] == (side, side, False)), 1, False
-    itemsize = ARITHMETICS[product.arithmetic].itemsize
     aligned = product.n * product.result_bytes % 16 == 0
-    depth = math.ceil(product.k * itemsize / 128)
+    depth = math.ceil(product.k / ARITHMETICS[product.arithmetic].depth)
     found = []
     for tile in TILES[product.arithmetic]:
         if not aligned and not tile.stores_any_rows:
@@ -249,7 +256,8 @@ def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | No
         # Operands must be rounded, and laid along k, by a copy; XLA's kernels do it on the way.
         return None if unaligned and operations >= 1e10 else "TF32 operands would have to be copied to be rounded"
     if product.arithmetic == "f32":
-        if min(m, n) < 256:  # splitting the other operand in parts takes as long as the product
+        # Splitting the other operand in parts takes as long as the product; short sums of it are less exact than XLA's.
+        if min(m, n, k) < 256:
             return "a narrow product in full precision"
         return None if operations >= 4e9 else "a small product in full precision"
     if product.arithmetic != "16bit":
@@ -275,10 +283,7 @@ def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | No
 
 def with_tile(product: Product, tile: Tile, splits: int = 1, partials: bool = False) -> Choice:
     """Hopper's kernel with a tile and a split of k."""
-    # The truncation of the tensor cores grows with the number of products that they sum, as f32's own rounding does.
-    promote = 0
-    if ARITHMETICS[product.arithmetic].promoted:
-        promote = 1 if product.arithmetic == "f8" else 3 if product.k < 2048 else 6
+    promote = int(ARITHMETICS[product.arithmetic].promoted)
     return Choice("wgmma", "Hopper's tensor cores", tile, splits, partials, promote, *_copies(product))
 
 

@@ -289,19 +289,20 @@ class _MatmulKernel(Kernel):
         results = self.abstract(*operands, spec=spec, preactivation=preactivation)
         count, out = len(results), results[0]
         arithmetic = choices.ARITHMETICS.get(arithmetic_of(lhs.dtype, rhs.dtype, spec.precision))
-        terms = arithmetic.terms if choice.tile else 1
+        in_parts = choice.tile is not None and arithmetic.in_parts
+        scales = []
         for x, copy in ((lhs, choice.lhs_copy), (rhs, choice.rhs_copy)):
             if copy:
-                rows, columns = x.shape[-2:][:: -1 if copy == 2 else 1]
-                line = 128 // x.dtype.itemsize
-                parts = 2 if terms == 3 else 1
-                padded = math.ceil(columns / line) * line
-                results.append(ShapedArray((math.prod(x.shape[:-2]) * parts, rows, padded), x.dtype))
+                matrices, (rows, columns) = math.prod(x.shape[:-2]), x.shape[-2:][:: -1 if copy == 2 else 1]
+                depth = arithmetic.depth
+                tiles = math.ceil(columns / depth)
+                results.append(ShapedArray((matrices * (3 if in_parts else 1), rows, tiles * depth), x.dtype))
+                scales.append(ShapedArray((matrices, math.ceil(rows / depth), tiles), np.dtype("float32")))
         if choice.partials:
             shape = (choice.splits, math.prod(out.shape[:-2]), *out.shape[-2:])
             results.append(ShapedArray(shape, np.dtype("float32")))
-        if terms == 3:
-            results.append(ShapedArray((1,), np.dtype("int32")))
+        if in_parts:
+            results += [*scales, ShapedArray((1,), np.dtype("int32"))]
         tile = choice.tile or choices.Tile(0, 0, False, 0)
         out = self.ffi_call(
             results,
@@ -316,7 +317,7 @@ class _MatmulKernel(Kernel):
             tile_columns=np.int32(tile.columns),
             ping_pong=tile.ping_pong,
             band=np.int32(tile.band),
-            terms=np.int32(terms),
+            in_parts=in_parts,
             splits=np.int32(choice.splits),
             promote=np.int32(choice.promote),
             lhs_copy=np.int32(choice.lhs_copy),

@@ -14,6 +14,7 @@ using hopper::E4M3;
 using hopper::E5M2;
 using matmul::MatrixStack;
 using matmul::Problem;
+using matmul::SplitOperand;
 using matmul::WgmmaOperand;
 using matmul::WgmmaPlan;
 
@@ -44,13 +45,16 @@ enum class OperandCopy : int32_t { kNone, kAsItLies, kTransposed, kCount };
 struct Choice {
   int32_t tile_rows, tile_columns;  // 0: a kernel for every GPU
   bool ping_pong;
-  int32_t band, terms, splits, promote;
+  int32_t band;
+  bool in_parts;
+  int32_t splits, promote;
   OperandCopy lhs_copy, rhs_copy;
 };
 
-// The results in order: out, then those that there are of preactivation, lhs copy, rhs copy, partials, unfit.
+// The results in order: out, then those that there are of preactivation, lhs copy, rhs copy, partials, and of products
+// in parts lhs scales, rhs scales, unfit.
 struct MoreResults {
-  std::optional<AnyBuffer> preactivation, lhs_copy, rhs_copy, partials, unfit;
+  std::optional<AnyBuffer> preactivation, lhs_copy, rhs_copy, partials, lhs_scales, rhs_scales, unfit;
 };
 
 constexpr const char* kHandler = "matmul";
@@ -79,21 +83,34 @@ MatrixStack AsTheyLie(const AnyBuffer& source, bool transposed, int64_t rows, in
 Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem& p, const Choice& choice,
                       const MoreResults& results) {
   const auto check_copy = [&](const char* name, const AnyBuffer& source, const MatrixStack& from, OperandCopy how,
-                              const std::optional<AnyBuffer>& copy) {
-    if (how == OperandCopy::kNone) return Error::Success();
+                              const std::optional<AnyBuffer>& copy, const std::optional<AnyBuffer>& scales) {
+    if (how == OperandCopy::kNone)
+      return choice.in_parts ? Invalid(kHandler, "products in parts need copies") : Error::Success();
     const bool turned = how == OperandCopy::kTransposed;
+    const int64_t rows = turned ? from.columns : from.rows, columns = turned ? from.rows : from.columns;
     const auto shape = copy->dimensions();
-    if (copy->element_type() != source.element_type() || shape.size() != 3 ||
-        shape[0] != from.slices * (choice.terms == 1 ? 1 : 2) || shape[1] != (turned ? from.columns : from.rows) ||
-        shape[2] < (turned ? from.rows : from.columns) || shape[2] * ffi::ByteWidth(source.element_type()) % 16 != 0) {
-      return Invalid(kHandler, std::string("the copy of ") + name + " has another shape or dtype than its place");
+    const bool fits = copy->element_type() == source.element_type() && shape.size() == 3 && shape[1] == rows;
+    if (!choice.in_parts) {
+      if (fits && shape[0] == from.slices && shape[2] >= columns &&
+          shape[2] * ffi::ByteWidth(source.element_type()) % 16 == 0) {
+        return Error::Success();
+      }
+    } else if (fits && shape[0] == from.slices * matmul::kSplitParts &&
+               shape[2] == (columns + matmul::kCopySize - 1) / matmul::kCopySize * matmul::kCopySize) {
+      const int64_t blocks[] = {from.slices, (rows + matmul::kCopySize - 1) / matmul::kCopySize,
+                                shape[2] / matmul::kCopySize};
+      const auto of_scales = scales->dimensions();
+      if (scales->element_type() == DataType::F32 &&
+          std::equal(of_scales.begin(), of_scales.end(), std::begin(blocks), std::end(blocks))) {
+        return Error::Success();
+      }
     }
-    return Error::Success();
+    return Invalid(kHandler, std::string("the copy of ") + name + " has another shape or dtype than its place");
   };
-  JAXOPS_RETURN_IF_ERROR(
-      check_copy("lhs", lhs, AsTheyLie(lhs, p.lhs_transposed, p.m, p.k), choice.lhs_copy, results.lhs_copy));
-  JAXOPS_RETURN_IF_ERROR(
-      check_copy("rhs", rhs, AsTheyLie(rhs, p.rhs_transposed, p.k, p.n), choice.rhs_copy, results.rhs_copy));
+  JAXOPS_RETURN_IF_ERROR(check_copy("lhs", lhs, AsTheyLie(lhs, p.lhs_transposed, p.m, p.k), choice.lhs_copy,
+                                    results.lhs_copy, results.lhs_scales));
+  JAXOPS_RETURN_IF_ERROR(check_copy("rhs", rhs, AsTheyLie(rhs, p.rhs_transposed, p.k, p.n), choice.rhs_copy,
+                                    results.rhs_copy, results.rhs_scales));
   if (results.partials) {
     const auto shape = results.partials->dimensions();
     if (results.partials->element_type() != DataType::F32 || shape.size() != 4 || shape[0] != choice.splits ||
@@ -101,6 +118,8 @@ Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem&
       return Invalid(kHandler, "the partial results' shape or dtype is off: " + Describe(shape));
     }
   }
+  if (choice.in_parts && lhs.element_type() != DataType::F32)
+    return Invalid(kHandler, "only f32 is multiplied in parts");
   if (results.unfit && (results.unfit->element_type() != DataType::S32 || results.unfit->element_count() != 1))
     return Invalid(kHandler, "products in parts need a flag, one int32");
   return Error::Success();
@@ -109,31 +128,34 @@ Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem&
 // Describes an operand, and enqueues the copy of it that the choice asks for.
 template <class T>
 Error PrepareOperand(Device stream, const MatrixStack& from, bool transposed, OperandCopy how,
-                     const std::optional<AnyBuffer>& copy, int terms, int32_t* unfit, WgmmaOperand* operand) {
+                     const std::optional<AnyBuffer>& copy, WgmmaOperand* operand) {
   if (how == OperandCopy::kNone) {
     *operand = {from.data, transposed, from.slices, from.columns};
     return std::is_same_v<T, float> ? Invalid(kHandler, "f32 operands need a copy") : Error::Success();
   }
   const bool turned = how == OperandCopy::kTransposed;
-  const int parts = terms == 1 ? 1 : 2;
   const int64_t stride = copy->dimensions()[2];
   void* const to = copy->untyped_data();
   cudaError_t status = cudaErrorNotSupported;
-  if (parts == 2) {
-    if constexpr (std::is_same_v<T, float>) {
-      status = turned ? matmul::LaunchRearrange<float, true, true>(stream, from, to, stride, unfit)
-                      : matmul::LaunchRearrange<float, false, true>(stream, from, to, stride, unfit);
-    }
-  } else if constexpr (std::is_same_v<T, float>) {
-    status = turned ? matmul::LaunchRearrange<float, true, false>(stream, from, to, stride, nullptr)
-                    : matmul::LaunchRearrange<float, false, false>(stream, from, to, stride, nullptr);
+  if constexpr (std::is_same_v<T, float>) {
+    status = turned ? matmul::LaunchRearrange<float, true>(stream, from, to, stride)
+                    : matmul::LaunchRearrange<float, false>(stream, from, to, stride);
   } else if (!turned) {
     status = matmul::LaunchPadRows(stream, from, sizeof(T), to, stride);
   } else if constexpr (sizeof(T) == 1) {
-    status = matmul::LaunchRearrange<uint8_t, true, false>(stream, from, to, stride, nullptr);
+    status = matmul::LaunchRearrange<uint8_t, true>(stream, from, to, stride);
   }
-  *operand = {to, transposed != turned, from.slices * parts, stride};
+  *operand = {to, transposed != turned, from.slices, stride};
   return FromCuda(kHandler, status);
+}
+
+// The same for an operand in parts, which LaunchSplit writes.
+SplitOperand PrepareParts(const MatrixStack& from, bool transposed, OperandCopy how, const AnyBuffer& copy,
+                          const AnyBuffer& scales, WgmmaOperand* operand) {
+  const bool turned = how == OperandCopy::kTransposed;
+  const SplitOperand split = {from, turned, Data<float>(copy), copy.dimensions()[2], Data<float>(scales)};
+  *operand = {split.parts, transposed != turned, copy.dimensions()[0], split.stride, split.scales};
+  return split;
 }
 
 template <class T, class V>
@@ -144,52 +166,59 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
   plan.tile_columns = choice.tile_columns;
   plan.ping_pong = choice.ping_pong;
   plan.band = choice.band;
-  plan.terms = choice.terms;
+  plan.in_parts = choice.in_parts;
   plan.promote = choice.promote;
   plan.wide_out = wide_out;
   plan.splits = choice.splits;
   if (results.partials) plan.partials = Data<float>(*results.partials);
+  const MatrixStack left = AsTheyLie(lhs, problem.lhs_transposed, problem.m, problem.k);
+  const MatrixStack right = AsTheyLie(rhs, problem.rhs_transposed, problem.k, problem.n);
   int32_t* unfit = nullptr;
-  if (results.unfit) {
+  if (choice.in_parts) {
     unfit = Data<int32_t>(*results.unfit);
+    const SplitOperand parts[] = {
+        PrepareParts(left, problem.lhs_transposed, choice.lhs_copy, *results.lhs_copy, *results.lhs_scales, &plan.lhs),
+        PrepareParts(right, problem.rhs_transposed, choice.rhs_copy, *results.rhs_copy, *results.rhs_scales,
+                     &plan.rhs)};
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(unfit, 0, sizeof(*unfit), stream)));
+    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, matmul::LaunchSplit(stream, parts[0], parts[1], unfit)));
+  } else {
+    JAXOPS_RETURN_IF_ERROR(
+        PrepareOperand<T>(stream, left, problem.lhs_transposed, choice.lhs_copy, results.lhs_copy, &plan.lhs));
+    JAXOPS_RETURN_IF_ERROR(
+        PrepareOperand<V>(stream, right, problem.rhs_transposed, choice.rhs_copy, results.rhs_copy, &plan.rhs));
   }
-  JAXOPS_RETURN_IF_ERROR(PrepareOperand<T>(stream, AsTheyLie(lhs, problem.lhs_transposed, problem.m, problem.k),
-                                           problem.lhs_transposed, choice.lhs_copy, results.lhs_copy, choice.terms,
-                                           unfit, &plan.lhs));
-  JAXOPS_RETURN_IF_ERROR(PrepareOperand<V>(stream, AsTheyLie(rhs, problem.rhs_transposed, problem.k, problem.n),
-                                           problem.rhs_transposed, choice.rhs_copy, results.rhs_copy, choice.terms,
-                                           unfit, &plan.rhs));
   plan.unfit = unfit;
   const cudaError_t status = matmul::LaunchWgmma<T, V>(stream, problem, plan);
   if (status == cudaErrorNotSupported)  // no such tile, or not for rows that lie so
     return General(stream, problem, kOperandType<T>, wide_out ? DataType::F32 : kOperandType<T>);
   JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
-  if (!unfit) return Error::Success();
-  if constexpr (std::is_same_v<T, float>) {  // infinite or no numbers among the operands
-    Problem guarded = problem;
-    guarded.only_if = unfit;
-    return FromCuda(kHandler, matmul::LaunchSimt<float>(stream, guarded));
+  if constexpr (std::is_same_v<T, float>) {
+    if (unfit) {  // infinite or no numbers among the operands
+      Problem guarded = problem;
+      guarded.only_if = unfit;
+      return FromCuda(kHandler, matmul::LaunchSimt<float>(stream, guarded));
+    }
   }
-  return Invalid(kHandler, "only f32 is multiplied in parts");
+  return Error::Success();
 }
 
 // lhs, rhs, [scale], [bias] -> out, and more as in MoreResults
 Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs rest, BufferResult out,
              ffi::RemainingRets more, bool lhs_transposed, bool rhs_transposed, int32_t activation, int32_t triangle,
              bool has_scale, bool has_preactivation, int32_t tile_rows, int32_t tile_columns, bool ping_pong,
-             int32_t band, int32_t terms, int32_t splits, int32_t promote, int32_t lhs_copy, int32_t rhs_copy,
+             int32_t band, bool in_parts, int32_t splits, int32_t promote, int32_t lhs_copy, int32_t rhs_copy,
              bool has_partials) {
   constexpr int32_t kCopies = static_cast<int32_t>(OperandCopy::kCount);
   if (lhs_copy < 0 || lhs_copy >= kCopies || rhs_copy < 0 || rhs_copy >= kCopies || band < 1 || splits < 1 ||
-      promote < 0 || (splits > 8 && !has_partials) || (terms != 1 && terms != 3) || band > 64) {
+      promote < 0 || (splits > 8 && !has_partials) || band > 64) {
     return Invalid(kHandler, "attributes out of range");  // 64 bands of tile columns are counted in 32 bits
   }
   const Choice choice = {tile_rows,
                          tile_columns,
                          ping_pong,
                          band,
-                         terms,
+                         in_parts,
                          splits,
                          promote,
                          static_cast<OperandCopy>(lhs_copy),
@@ -205,7 +234,8 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
   for (const auto& [present, result] :
        {std::pair(has_preactivation, &results.preactivation), std::pair(lhs_copy != 0, &results.lhs_copy),
         std::pair(rhs_copy != 0, &results.rhs_copy), std::pair(has_partials, &results.partials),
-        std::pair(terms == 3, &results.unfit)}) {
+        std::pair(in_parts, &results.lhs_scales), std::pair(in_parts, &results.rhs_scales),
+        std::pair(in_parts, &results.unfit)}) {
     if (!present) continue;
     JAXOPS_RETURN_IF_ERROR(reader.Take(result));
     if (!IsAligned((*result)->untyped_data()) && result != &results.preactivation)
@@ -227,7 +257,8 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
   if (!IsAligned(problem.preactivation)) return Invalid(kHandler, "preactivation is not 16-byte aligned");
   if (problem.k > 0) {
     const int64_t depth_bytes = problem.k * static_cast<int64_t>(ffi::ByteWidth(lhs_type));
-    if (splits > (depth_bytes + hopper::kBoxRowBytes - 1) / hopper::kBoxRowBytes)
+    const int64_t tile_bytes = hopper::kBoxRowBytes * (in_parts ? 2 : 1);
+    if (splits > (depth_bytes + tile_bytes - 1) / tile_bytes)
       return Invalid(kHandler, "k is split in more parts than it has tiles");
     JAXOPS_RETURN_IF_ERROR(CheckWorkspaces(lhs, rhs, problem, choice, results));
   }
@@ -271,7 +302,7 @@ JAXOPS_HANDLER(matmul, jaxops::Matmul,
                    .Attr<int32_t>("tile_columns")
                    .Attr<bool>("ping_pong")
                    .Attr<int32_t>("band")
-                   .Attr<int32_t>("terms")
+                   .Attr<bool>("in_parts")
                    .Attr<int32_t>("splits")
                    .Attr<int32_t>("promote")
                    .Attr<int32_t>("lhs_copy")

@@ -1,11 +1,12 @@
 // Copies of matmul's operands in the form that the tensor cores' kernel reads: rows aligned to 16 bytes; along k for
-// operands that are not 16-bit; f32 rounded to TF32, or split in two parts for products in full precision.
+// operands that are not 16-bit; f32 rounded to TF32, or split in parts for products in full precision.
 #ifndef JAXOPS_OPS_MATMUL_OPERAND_COPY_CUH_
 #define JAXOPS_OPS_MATMUL_OPERAND_COPY_CUH_
 
 #include <cstdint>
 
 #include "core/launch.cuh"
+#include "core/types.cuh"
 #include "core/vector_store.cuh"
 
 namespace jaxops::matmul {
@@ -58,50 +59,163 @@ __device__ inline float Round(float x) {
 }
 __device__ inline uint8_t Round(uint8_t x) { return x; }
 
-// The two parts of an f32 as TF32 numbers: high + low is x to within 2^-24 |x|. `unfit` is set to 1 if x is infinite or
-// no number: the products of its parts would not be IEEE's.
-__device__ inline void Split(float x, float* high, float* low, int32_t* unfit) {
-  if (!isfinite(x)) *unfit = 1;  // every writer writes the same
-  *high = __uint_as_float(__float_as_uint(x) & 0xffffe000u);
-  *low = Round(x - *high);
-}
+// Copies go through shared memory, a tile of 64 x 64 elements at a time.
+inline constexpr int kCopySize = 64;
+template <class T>
+using CopyTile = T[kCopySize][kCopySize + (sizeof(T) == 4 ? 1 : 4)];
 
-// A tile of 64 x 64 elements through shared memory, transposed on the way if kTransposed; in two parts, the high one
-// first, if kSplit, else rounded to TF32 if f32. Rows of the result are `stride` elements apart.
-template <class T, bool kTransposed, bool kSplit>
-__global__ void __launch_bounds__(kCopyThreads)
-    RearrangeOperand(const MatrixStack from, T* to, int64_t stride, int32_t* unfit) {
-  constexpr int kSize = 64, kLines = kCopyThreads / kSize;
-  __shared__ T tile[kSize][kSize + (sizeof(T) == 4 ? 1 : 4)];
-  const int64_t across = (from.columns + kSize - 1) / kSize, down = (from.rows + kSize - 1) / kSize;
+// Transposed on the way if kTransposed; rounded to TF32 if f32. Rows of the result are `stride` elements apart.
+template <class T, bool kTransposed>
+__global__ void __launch_bounds__(kCopyThreads) RearrangeOperand(const MatrixStack from, T* to, int64_t stride) {
+  constexpr int kLines = kCopyThreads / kCopySize;
+  __shared__ CopyTile<T> tile;
+  const int64_t across = (from.columns + kCopySize - 1) / kCopySize, down = (from.rows + kCopySize - 1) / kCopySize;
   const int64_t slice = blockIdx.x / (across * down), block = blockIdx.x - slice * across * down;
-  const int64_t row0 = block / across * kSize, column0 = block % across * kSize;
+  const int64_t row0 = block / across * kCopySize, column0 = block % across * kCopySize;
   const int64_t out_rows = kTransposed ? from.columns : from.rows;
   const T* const source = static_cast<const T*>(from.data) + slice * from.rows * from.columns;
-  const int x = threadIdx.x % kSize, y = threadIdx.x / kSize;
+  const int x = threadIdx.x % kCopySize, y = threadIdx.x / kCopySize;
 #pragma unroll
-  for (int line = y; line < kSize; line += kLines)
+  for (int line = y; line < kCopySize; line += kLines)
     if (row0 + line < from.rows && column0 + x < from.columns)
       tile[line][x] = source[(row0 + line) * from.columns + column0 + x];
   __syncthreads();
 #pragma unroll
-  for (int line = y; line < kSize; line += kLines) {
+  for (int line = y; line < kCopySize; line += kLines) {
     const int64_t row = (kTransposed ? column0 : row0) + line, column = (kTransposed ? row0 : column0) + x;
-    if (row >= out_rows || column >= (kTransposed ? from.rows : from.columns)) continue;
-    const T value = kTransposed ? tile[x][line] : tile[line][x];
-    if constexpr (kSplit) {
-      T* const target = to + (slice * 2 * out_rows + row) * stride + column;
-      Split(value, target, target + out_rows * stride, unfit);
-    } else {
-      to[(slice * out_rows + row) * stride + column] = Round(value);
-    }
+    if (row < out_rows && column < (kTransposed ? from.rows : from.columns))
+      to[(slice * out_rows + row) * stride + column] = Round(kTransposed ? tile[x][line] : tile[line][x]);
   }
 }
 
-template <class T, bool kTransposed, bool kSplit>
-cudaError_t LaunchRearrange(cudaStream_t stream, const MatrixStack& from, void* to, int64_t stride, int32_t* unfit) {
+template <class T, bool kTransposed>
+cudaError_t LaunchRearrange(cudaStream_t stream, const MatrixStack& from, void* to, int64_t stride) {
   const Grid grid = {(from.rows + 63) / 64 * ((from.columns + 63) / 64) * from.slices, kCopyThreads};
-  return Launch(stream, RearrangeOperand<T, kTransposed, kSplit>, grid, from, static_cast<T*>(to), stride, unfit);
+  return Launch(stream, RearrangeOperand<T, kTransposed>, grid, from, static_cast<T*>(to), stride);
+}
+
+// An f32 operand for products in full precision, and where its parts go. x is high + low to within 2^-23 |x|, and each
+// has 11 bits, which both TF32 and f16 hold. Of high low and low high, products in f16 are as exact as those in TF32,
+// and twice as fast, if only the exponents fit. So a block of 64 x 64 elements is multiplied by a power of two that
+// brings its largest to [2^19, 2^20); then the high parts times 2^-5 and the low ones times 2^5 are f16's, if no
+// element but 0 is below 2^-6. Other blocks are multiplied so only if that makes them larger, as subnormal parts would
+// lose bits, or if they are so large that parts or products might overflow.
+struct SplitOperand {
+  MatrixStack from;
+  bool transposed;  // rows (of m or n) are `from`'s columns
+  // [slices, 3, rows, stride], along k, the stride a multiple of 64: the high parts; the high and then the low parts in
+  // f16; the low parts as TF32.
+  float* parts;
+  int64_t stride;
+  // [slices, rows / 64, stride / 64]: what a block's products are to be multiplied by; negative for blocks that f16
+  // cannot hold, and whose f16 parts are not written.
+  float* scales;
+
+  __host__ __device__ int64_t rows() const { return transposed ? from.columns : from.rows; }
+  __host__ __device__ uint32_t across() const { return static_cast<uint32_t>(stride / kCopySize); }
+  __host__ __device__ uint32_t down() const { return static_cast<uint32_t>((rows() + kCopySize - 1) / kCopySize); }
+};
+inline constexpr int kSplitParts = 3, kSplitShift = 5, kSplitThreads = 512;
+
+__device__ inline float PowerOfTwo(int exponent) { return __int_as_float((exponent + 127) << 23); }
+
+// Splits both operands, a block of 64 x 64 elements at a time. unfit is set to 1 if there are infinite or no numbers:
+// the products of their parts would not be IEEE's.
+static __global__ void __launch_bounds__(kSplitThreads, 3)
+    SplitOperands(const __grid_constant__ SplitOperand lhs, const __grid_constant__ SplitOperand rhs,
+                  uint32_t lhs_blocks, int32_t* unfit) {
+  constexpr int kWarps = kSplitThreads / 32, kLines = kSplitThreads / 16, kEach = kCopySize / kLines;
+  __shared__ CopyTile<float> tile;
+  __shared__ uint32_t most[kWarps], least[kWarps];
+  const bool second = blockIdx.x >= lhs_blocks;
+  const SplitOperand& to = second ? rhs : lhs;
+  const uint32_t block = blockIdx.x - (second ? lhs_blocks : 0), across = to.across(), down = to.down();
+  const uint32_t line = block / across, slice = line / down;
+  const int64_t rows = to.rows(), row0 = int64_t{line - slice * down} * kCopySize;
+  const int64_t k0 = int64_t{block - line * across} * kCopySize;
+  {
+    const int64_t first_row = to.transposed ? k0 : row0, first_column = to.transposed ? row0 : k0;
+    const float* const source =
+        static_cast<const float*>(to.from.data) + (slice * to.from.rows + first_row) * to.from.columns + first_column;
+    constexpr int kStep = kSplitThreads / kCopySize, kFetched = kCopySize / kStep;
+    const int x = threadIdx.x % kCopySize, y = threadIdx.x / kCopySize;
+    float fetched[kFetched];  // all are read before the first is written
+#pragma unroll
+    for (int i = 0; i < kFetched; ++i) {
+      const int line = y + i * kStep;
+      const bool inside = first_row + line < to.from.rows && first_column + x < to.from.columns;
+      fetched[i] = inside ? source[line * to.from.columns + x] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kFetched; ++i) tile[y + i * kStep][x] = fetched[i];
+  }
+  __syncthreads();
+  // A thread has 4 adjacent elements along k of every kLines-th row.
+  constexpr int kPitch = sizeof(tile[0]) / sizeof(float);
+  const int own_k = threadIdx.x % 16 * 4, own_row = threadIdx.x / 16;
+  const float* const own = &tile[0][0] + (to.transposed ? own_k * kPitch + own_row : own_row * kPitch + own_k);
+  const int row_step = kLines * (to.transposed ? 1 : kPitch), k_step = to.transposed ? kPitch : 1;
+  float values[kEach][4];
+  uint32_t large = 0, small = ~0u;  // bits without the sign, which are ordered as the numbers are
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      values[i][j] = own[i * row_step + j * k_step];
+      const uint32_t bits = __float_as_uint(values[i][j]) & 0x7fffffffu;
+      large = max(large, bits);
+      small = min(small, bits - 1);  // zeros come last
+    }
+  large = __reduce_max_sync(~0u, large);
+  small = __reduce_min_sync(~0u, small);
+  if (threadIdx.x % 32 == 0) {
+    most[threadIdx.x / 32] = large;
+    least[threadIdx.x / 32] = small;
+  }
+  __syncthreads();
+  large = __reduce_max_sync(~0u, most[threadIdx.x % kWarps]);
+  small = __reduce_min_sync(~0u, least[threadIdx.x % kWarps]);
+  const int top = static_cast<int>(large >> 23), bottom = static_cast<int>((small + 1) >> 23);  // exponents, biased
+  const bool zero = large == 0;
+  // Scales of 2^-63 to 2^63: the product of two is a number.
+  const bool fits = zero || (top >= 127 + 19 - 63 && top <= 127 + 19 + 63 && bottom >= top - 25);
+  const bool shrinks = fits || top > 127 + 19 + 63;
+  const int exponent = zero ? 0 : min(max(127 + 19 - top, shrinks ? -63 : 0), 63);
+  if (threadIdx.x == 0) {
+    if (top == 255) *unfit = 1;  // every writer writes the same
+    to.scales[block] = fits ? PowerOfTwo(-exponent) : -PowerOfTwo(-exponent);
+  }
+  const float scale = PowerOfTwo(exponent);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t row = row0 + own_row + i * kLines;
+    if (row >= rows) continue;
+    float high[4], low[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float x = values[i][j] * scale;
+      high[j] = Round(x);
+      low[j] = x - high[j];
+    }
+    const int64_t part = rows * to.stride;
+    float* const out = to.parts + slice * kSplitParts * part + row * to.stride + k0 + own_k;
+    StoreVector(reinterpret_cast<float4*>(out), make_float4(high[0], high[1], high[2], high[3]));
+    StoreVector(reinterpret_cast<float4*>(out + 2 * part),
+                make_float4(Round(low[0]), Round(low[1]), Round(low[2]), Round(low[3])));
+    if (!fits) continue;
+    __half* const halves = reinterpret_cast<__half*>(out + part - k0 - own_k) + k0 + own_k;
+    const auto pack = [](const float (&x)[4], float factor) {
+      return ToPack<__half, 4>([&](int j) { return x[j] * factor; });
+    };
+    StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves), pack(high, PowerOfTwo(-kSplitShift)));
+    StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves + to.stride), pack(low, PowerOfTwo(kSplitShift)));
+  }
+}
+
+inline cudaError_t LaunchSplit(cudaStream_t stream, const SplitOperand& lhs, const SplitOperand& rhs, int32_t* unfit) {
+  const auto blocks = [](const SplitOperand& to) { return to.from.slices * to.down() * to.across(); };
+  const Grid grid = {blocks(lhs) + blocks(rhs), kSplitThreads};
+  return Launch(stream, SplitOperands, grid, lhs, rhs, static_cast<uint32_t>(blocks(lhs)), unfit);
 }
 
 }  // namespace jaxops::matmul

@@ -17,6 +17,8 @@
 #include "hopper/barrier.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
+#include "ops/matmul/wgmma_parts.cuh"
+#include "ops/matmul/wgmma_ring.cuh"
 #include "ops/matmul/wgmma_store.cuh"
 #include "ops/matmul/wgmma_work.cuh"
 
@@ -25,35 +27,6 @@
 #endif
 
 namespace jaxops::matmul {
-
-// The place in the ring: stages come round, and with each round the parity of their barriers' phase changes.
-template <class Tile>
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Advance() {
-    if (++stage == Tile::kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ void Skip(int count) {
-    const int next = stage + count;
-    parity ^= next / Tile::kStages & 1;
-    stage = next % Tile::kStages;
-  }
-};
-
-template <class Tile>
-struct Ring {
-  uint32_t stages, barriers;
-
-  __device__ uint32_t Lhs(int stage) const { return stages + stage * Tile::kStageBytes; }
-  __device__ uint32_t Rhs(int stage) const { return Lhs(stage) + Tile::kLhsBytes; }
-  __device__ Barrier Full(int stage) const { return {barriers + stage * 8}; }
-  __device__ Barrier Empty(int stage) const { return {barriers + (Tile::kStages + stage) * 8}; }
-};
 
 // Loads kSize rows (of m or n) of an operand's k tile.
 template <Major kMajor, int kSize, int kDepth>
@@ -70,22 +43,39 @@ __device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrie
 template <class Tile, class P>
 __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
   const WgmmaWorks<Tile, P> works(arguments);
-  constexpr int kParts = P::kTerms == 1 ? 1 : 2;
   RingPlace<Tile> place{0, 1};
+  // The stage to fill next, once it is free; it is full when both operands' tiles have come.
+  const auto fill = [&](const auto& load) {
+    ring.Empty(place.stage).Wait(place.parity);
+    const Barrier full = ring.Full(place.stage);
+    full.ArriveAndExpect(Tile::kStageBytes);
+    load(ring.Lhs(place.stage), ring.Rhs(place.stage), full);
+    place.Advance();
+  };
   works.ForEach([&](const WgmmaWork& work) {
     int lhs, rhs;  // operands' matrices
     arguments.matrices.At(work.batch, &lhs, &rhs);
-    for (int k_tile = work.first; k_tile < work.last; ++k_tile)
-      for (int term = 0; term < P::kTerms; ++term) {
-        ring.Empty(place.stage).Wait(place.parity);
-        const Barrier full = ring.Full(place.stage);
-        full.ArriveAndExpect(Tile::kStageBytes);
-        LoadTile<P::kLhs, Tile::kRows, P::kDepth>(ring.Lhs(place.stage), arguments.lhs, full, work.row, k_tile,
-                                                  lhs * kParts + P::LhsPart(term));
-        LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(ring.Rhs(place.stage), arguments.rhs, full, work.column, k_tile,
-                                                     rhs * kParts + P::RhsPart(term));
-        place.Advance();
+    if constexpr (P::kInParts) {
+      using Parts = TileParts<Tile>;
+      const PartsOfWork<Tile> parts(arguments, work, lhs, rhs);
+      for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
+        const bool in_f16 = parts.At(k_tile).InF16();
+        for (int half = 0; half < 2; ++half)
+          for (int stage = 0; stage < Parts::Stages(in_f16); ++stage)
+            fill([&](uint32_t to_lhs, uint32_t to_rhs, Barrier full) {
+              const int depth = static_cast<int>(arguments.raster.depth);
+              const auto places = Parts::At(in_f16, half, stage, k_tile, depth);
+              hopper::LoadBox(to_lhs, arguments.lhs, full, places.lhs.column, work.row, lhs * 3 + places.lhs.part);
+              hopper::LoadBox(to_rhs, arguments.rhs, full, places.rhs.column, work.column, rhs * 3 + places.rhs.part);
+            });
       }
+    } else {
+      for (int k_tile = work.first; k_tile < work.last; ++k_tile)
+        fill([&](uint32_t to_lhs, uint32_t to_rhs, Barrier full) {
+          LoadTile<P::kLhs, Tile::kRows, P::kDepth>(to_lhs, arguments.lhs, full, work.row, k_tile, lhs);
+          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(to_rhs, arguments.rhs, full, work.column, k_tile, rhs);
+        });
+    }
   });
 }
 
@@ -147,7 +137,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
   if (Tile::kPingPong && warpgroup == 1) hopper::NamedArrive(kTurn, 2 * kWarpgroup);
   int turn = 1;
   works.ForEach([&](const WgmmaWork& work) {
-    const int depth = (work.last - work.first) * P::kTerms;
+    const int depth = work.last - work.first;
     turn ^= 1;
     if (Tile::kPingPong && turn != warpgroup) {
       place.Skip(depth);
@@ -155,51 +145,46 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
     }
     store.FetchBias(work);
     if constexpr (Tile::kPingPong) hopper::NamedSync(kTurn + warpgroup, 2 * kWarpgroup);
-    if constexpr (P::kPromotes) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-        for (int i = 0; i < kColumns / 2; ++i) promoted[block][i] = 0;
-    }
     const int first_block = Tile::kPingPong ? 0 : warpgroup * kBlocks;
-    int pending = -1;   // the stage of the products that may still be running
-    bool fresh = true;  // the sums are to be overwritten
-    int since = 0;      // k tiles since the sums were promoted
-    for (int i = 0; i < depth; ++i) {
-      ring.Full(place.stage).Wait(place.parity);
-      const uint64_t lhs = hopper::Descriptor(ring.Lhs(place.stage) + first_block * kBlockBytes);
-      const uint64_t rhs = hopper::Descriptor(ring.Rhs(place.stage));
-      hopper::FenceRegisters();
-#pragma unroll
-      for (int step = 0; step < hopper::kSteps; ++step)
+    if constexpr (P::kInParts) {
+      MultiplyParts<Tile, P>(arguments, work, ring, warpgroup, place, sums);
+      hopper::WaitProducts<0>();  // none are left; else ptxas writes what follows twice
+    } else {
+      if constexpr (P::kPromotes) {
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block)
-          hopper::MultiplyAdd<T, V, kColumns, P::kLhs, P::kRhs>(
-              sums[block], lhs + (block * kBlockBytes + step * hopper::kStepBytes<P::kLhs>) / 16,
-              rhs + step * hopper::kStepBytes<P::kRhs> / 16, step || !fresh);
-      hopper::CommitProducts();
-      fresh = false;
-      if (pending >= 0) {
-        hopper::WaitProducts<1>();
-        release(pending);
+#pragma unroll
+          for (int i = 0; i < kColumns / 2; ++i) promoted[block][i] = 0;
       }
-      pending = place.stage;
-      place.Advance();
-      if constexpr (P::kPromotes) {
-        if (++since == arguments.promote || i + 1 == depth) {
-          hopper::WaitProducts<0>();
+      int pending = -1;   // the stage of the products that may still be running
+      bool fresh = true;  // the sums are to be overwritten
+      int since = 0;      // k tiles since the sums were promoted
+      for (int i = 0; i < depth; ++i) {
+        ring.Full(place.stage).Wait(place.parity);
+        BeginProducts<T, V, Tile, P>(ring, place.stage, first_block, sums, !fresh);
+        fresh = false;
+        if (pending >= 0) {
+          hopper::WaitProducts<1>();
           release(pending);
+        }
+        pending = place.stage;
+        place.Advance();
+        if constexpr (P::kPromotes) {
+          if (++since == arguments.promote || i + 1 == depth) {
+            hopper::WaitProducts<0>();
+            release(pending);
 #pragma unroll
-          for (int block = 0; block < kBlocks; ++block)
+            for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-            for (int j = 0; j < kColumns / 2; ++j) promoted[block][j] += sums[block][j];
-          pending = -1, fresh = true, since = 0;
+              for (int j = 0; j < kColumns / 2; ++j) promoted[block][j] += sums[block][j];
+            pending = -1, fresh = true, since = 0;
+          }
         }
       }
+      if constexpr (Tile::kPingPong) hopper::NamedArrive(kTurn + 1 - warpgroup, 2 * kWarpgroup);
+      hopper::WaitProducts<0>();
+      if (pending >= 0) release(pending);
     }
-    if constexpr (Tile::kPingPong) hopper::NamedArrive(kTurn + 1 - warpgroup, 2 * kWarpgroup);
-    hopper::WaitProducts<0>();
-    if (pending >= 0) release(pending);
     store.AwaitBias();
     auto& results = Either<P::kPromotes>(sums, promoted);
     if constexpr (Tile::kSplitsInCluster) {

@@ -12,7 +12,7 @@ cudaError_t LaunchWgmma(cudaStream_t stream, const Problem& p, const WgmmaPlan& 
   const auto launch = [&]<Major kLhs, Major kRhs> {
     return LaunchPlanned<Product<T, V, kLhs, kRhs>>(WgmmaTiles{}, stream, p, plan);
   };
-  if (plan.terms != 1 || plan.promote) return cudaErrorNotSupported;
+  if (plan.in_parts || plan.promote) return cudaErrorNotSupported;
   if (plan.lhs.transposed)
     return plan.rhs.transposed ? launch.template operator()<kSpace, kDepth>()
                                : launch.template operator()<kSpace, kSpace>();

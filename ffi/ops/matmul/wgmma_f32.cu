@@ -2,16 +2,14 @@
 
 namespace jaxops::matmul {
 
-// TF32, or f32 in full precision as three products of TF32 parts: these are exact, but long sums of them in the tensor
-// cores are not.
+// TF32, or f32 in full precision: the products of its parts are exact, but long sums of them in the tensor cores are
+// not.
 template <>
 cudaError_t LaunchWgmma<float, float>(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
   constexpr Major kDepth = Major::kDepth;
-  if (plan.lhs.transposed || !plan.rhs.transposed) return cudaErrorNotSupported;
-  if (plan.terms == 1 && plan.promote == 0)
-    return LaunchPlanned<Product<float, float, kDepth, kDepth>>(WgmmaTiles{}, stream, p, plan);
-  if (plan.terms == 1 || plan.promote == 0) return cudaErrorNotSupported;
-  return LaunchPlanned<Product<float, float, kDepth, kDepth, 3, true>>(PromotedTiles{}, stream, p, plan);
+  if (plan.lhs.transposed || !plan.rhs.transposed || plan.promote) return cudaErrorNotSupported;
+  if (!plan.in_parts) return LaunchPlanned<Product<float, float, kDepth, kDepth>>(WgmmaTiles{}, stream, p, plan);
+  return LaunchPlanned<Product<float, float, kDepth, kDepth, false, true>>(PartsTiles{}, stream, p, plan);
 }
 
 }  // namespace jaxops::matmul

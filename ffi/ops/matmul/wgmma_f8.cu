@@ -6,8 +6,8 @@ namespace jaxops::matmul {
 template <class T, class V>
 cudaError_t LaunchWgmma(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
   constexpr Major kDepth = Major::kDepth;
-  if (plan.terms != 1 || plan.lhs.transposed || !plan.rhs.transposed) return cudaErrorNotSupported;
-  if (plan.promote) return LaunchPlanned<Product<T, V, kDepth, kDepth, 1, true>>(PromotedTiles{}, stream, p, plan);
+  if (plan.in_parts || plan.lhs.transposed || !plan.rhs.transposed) return cudaErrorNotSupported;
+  if (plan.promote) return LaunchPlanned<Product<T, V, kDepth, kDepth, true>>(PromotedTiles{}, stream, p, plan);
   using Tiles =
       Types<WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>, WgmmaTile<128, 256, 2, 4>>;
   return LaunchPlanned<Product<T, V, kDepth, kDepth>>(Tiles{}, stream, p, plan);

@@ -12,8 +12,9 @@ namespace jaxops::matmul {
 // An operand as the kernel reads it: the caller's array, or a copy made for it.
 struct WgmmaOperand {
   const void* data;
-  bool transposed;         // as in Problem
-  int64_t slices, stride;  // matrices (of all parts); elements from row to row
+  bool transposed;                // as in Problem
+  int64_t slices, stride;         // matrices (of all parts); elements from row to row
+  const float* scales = nullptr;  // of f32 in parts, see SplitOperand
 };
 
 // How a product is computed; chosen by jaxops/ops/_matmul_choice.py.
@@ -21,9 +22,9 @@ struct WgmmaPlan {
   WgmmaOperand lhs, rhs;
   int tile_rows, tile_columns;
   bool ping_pong;
-  int band;  // tile rows, see WgmmaWorks
-  int terms;
-  int promote;  // k tiles after which sums are promoted to f32 registers; 0: never
+  int band;       // tile rows, see WgmmaWorks
+  bool in_parts;  // f32 in full precision
+  int promote;    // k tiles after which sums are promoted to f32 registers; 0: never
   int splits;
   float* partials;       // [splits, batches, m, n]; null: the parts of a split are summed by clusters of blocks
   const int32_t* unfit;  // if not null and not 0 on the device: leave, another kernel does it

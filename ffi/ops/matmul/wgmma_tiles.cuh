@@ -65,6 +65,7 @@ inline constexpr CUtensorMapDataType kCopyType<float> = CU_TENSOR_MAP_DATA_TYPE_
 template <class T>
 hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space, int64_t depth, int tile) {
   const bool along_depth = major == Major::kDepth;
+  if (operand.scales) depth = operand.stride;  // there are zeros
   return {operand.data,
           kCopyType<T>,
           sizeof(T),
@@ -95,6 +96,8 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
       Raster(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns), static_cast<uint32_t>(tiles(p.k, P::kDepth)),
              static_cast<uint32_t>(p.batches), plan.splits, plan.band);
   arguments.cluster = in_cluster ? plan.splits : 1;
+  arguments.lhs_scales = plan.lhs.scales;
+  arguments.rhs_scales = plan.rhs.scales;
   arguments.promote = plan.promote;
   arguments.wide_out = wide;
   arguments.unfit = plan.unfit;
@@ -158,7 +161,8 @@ using WgmmaTiles =
           WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
           WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 1, 4>, WgmmaTile<128, 256, 2, 4>,
           WgmmaTile<256, 192, 2, 3, Schedule::kCooperative, 1, 3>>;
-// Promoted sums take twice the registers.
+// Promoted sums take twice the registers, those of operands in parts three times.
+using PartsTiles = Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>>;
 using PromotedTiles =
     Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 192, 2, 4>>;
 

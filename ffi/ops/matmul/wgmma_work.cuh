@@ -50,20 +50,16 @@ struct WgmmaTile {
                 kResident * (kSharedBytes + 1024) <= 228 << 10);
 };
 
-// What is multiplied, and how. T, V: the operands' types (float: TF32). kTerms: 1, or 3 to multiply operands that are
-// split in two parts (high and low bits): low high + high low + high high. kPromotes: the tensor cores' sums, which are
-// truncated at each step, are added to f32 sums in registers after every few k tiles.
-template <class T_, class V_, Major kLhs_, Major kRhs_, int kTerms_ = 1, bool kPromotes_ = false>
+// What is multiplied, and how. T, V: the operands' types (float: TF32). kPromotes: the tensor cores' sums, which are
+// truncated at each step, are added to f32 sums in registers after every few k tiles. kInParts: f32 operands that
+// SplitOperands has split, see TileParts.
+template <class T_, class V_, Major kLhs_, Major kRhs_, bool kPromotes_ = false, bool kInParts_ = false>
 struct Product {
   using T = T_;
   using V = V_;
   static constexpr Major kLhs = kLhs_, kRhs = kRhs_;
-  static constexpr int kTerms = kTerms_;
-  static constexpr bool kPromotes = kPromotes_;
-  static constexpr int kDepth = hopper::kBoxRowBytes / sizeof(T);  // of a k tile
-  // The parts, high 0 and low 1, that term `term` multiplies.
-  static __device__ int LhsPart(int term) { return kTerms == 3 && term == 0; }
-  static __device__ int RhsPart(int term) { return kTerms == 3 && term == 1; }
+  static constexpr bool kPromotes = kPromotes_, kInParts = kInParts_;
+  static constexpr int kDepth = hopper::kBoxRowBytes / sizeof(T) * (kInParts ? 2 : 1);  // of a k tile
   // 16-bit results have the operands' type; those of 8-bit operands are bf16.
   using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
 };
@@ -123,11 +119,12 @@ struct WgmmaArguments {
   Problem problem;
   MatrixIndices matrices;
   Raster raster;
-  int cluster;           // 1, or the splits of k: the parts of a tile are the blocks of a cluster
-  int promote;           // k tiles, counted for each term, after which sums are promoted
-  bool wide_out;         // results are f32
-  bool boxes_out;        // results can be stored by the copy engine
-  const int32_t* unfit;  // if not null and not 0: leave, another kernel does it
+  int cluster;                           // 1, or the splits of k: the parts of a tile are the blocks of a cluster
+  int promote;                           // k tiles after which sums are promoted
+  bool wide_out;                         // results are f32
+  bool boxes_out;                        // results can be stored by the copy engine
+  const int32_t* unfit;                  // if not null and not 0: leave, another kernel does it
+  const float *lhs_scales, *rhs_scales;  // of f32 in parts
 };
 
 // A tile of the result and a range of k, which is never empty.

@@ -1,0 +1,62 @@
+// The ring of stages in shared memory through which tiles of the operands pass, and the products of a stage.
+#ifndef JAXOPS_OPS_MATMUL_WGMMA_RING_CUH_
+#define JAXOPS_OPS_MATMUL_WGMMA_RING_CUH_
+
+#include <cstdint>
+
+#include "hopper/barrier.cuh"
+#include "hopper/wgmma.cuh"
+#include "ops/matmul/wgmma_work.cuh"
+
+namespace jaxops::matmul {
+
+// The place in the ring: stages come round, and with each round the parity of their barriers' phase changes.
+template <class Tile>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Advance() {
+    if (++stage == Tile::kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ void Skip(int count) {
+    const int next = stage + count;
+    parity ^= next / Tile::kStages & 1;
+    stage = next % Tile::kStages;
+  }
+};
+
+template <class Tile>
+struct Ring {
+  uint32_t stages, barriers;
+
+  __device__ uint32_t Lhs(int stage) const { return stages + stage * Tile::kStageBytes; }
+  __device__ uint32_t Rhs(int stage) const { return Lhs(stage) + Tile::kLhsBytes; }
+  __device__ Barrier Full(int stage) const { return {barriers + stage * 8}; }
+  __device__ Barrier Empty(int stage) const { return {barriers + (Tile::kStages + stage) * 8}; }
+};
+
+// Begins the products of a stage, from the first_block-th 64 rows of lhs on. A, B: what its 128-byte rows are of; add:
+// to the sums.
+template <class A, class B, class Tile, class P>
+__device__ void BeginProducts(const Ring<Tile>& ring, int stage, int first_block,
+                              float (&sums)[Tile::kBlocks][Tile::kColumns / 2], bool add) {
+  const uint64_t lhs = hopper::Descriptor(ring.Lhs(stage) + first_block * kBlockBytes);
+  const uint64_t rhs = hopper::Descriptor(ring.Rhs(stage));
+  hopper::FenceRegisters();
+#pragma unroll
+  for (int step = 0; step < hopper::kSteps; ++step)
+#pragma unroll
+    for (int block = 0; block < Tile::kBlocks; ++block)
+      hopper::MultiplyAdd<A, B, Tile::kColumns, P::kLhs, P::kRhs>(
+          sums[block], lhs + (block * kBlockBytes + step * hopper::kStepBytes<P::kLhs>) / 16,
+          rhs + step * hopper::kStepBytes<P::kRhs> / 16, step || add);
+  hopper::CommitProducts();
+}
+
+}  // namespace jaxops::matmul
+
+#endif  // JAXOPS_OPS_MATMUL_WGMMA_RING_CUH_
