@@ -84,7 +84,7 @@ def slower(rows):
 def test_figures():
     """The README's figures of the row ops are those of the rows that it names."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    rows = last_rows("NVIDIA H200", "2026-11-25T01:00")
+    rows = last_rows("NVIDIA H200", "2026-11-25T04:00")
     for op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
         both = (rows[op, direction, "32768x4096", "bfloat16"] for direction in ("forward", "backward"))
         rates = [f"{float(row['ours']):.2f} ({float(row['xla']):.2f})" for row in both]
@@ -102,6 +102,20 @@ def test_figures():
         f"geometric mean over {len(rows)} measurements of the four row ops, of which {slower(rows)} are slower"
     )
     assert wanted in text
+
+
+def test_figures_of_products():
+    """The README's figures of f32 products in full precision are those of matmul.csv."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    with (ROOT / "benchmarks" / "results" / "matmul.csv").open() as file:
+        found = {
+            row["shape"]: row
+            for row in csv.DictReader(file)
+            if (row["direction"], row["dtype"]) == ("forward", "float32") and row["date"] < "2026-11-25T04:30"
+        }
+    rows = [found["x".join([str(size)] * 3)] for size in (2048, 4096, 8192)]
+    rates, ratios = ([float(row[name]) for row in rows] for name in ("ours", "ratio"))
+    assert "{:.1f}, {:.1f} and {:.1f} TFLOP/s, {:.2f}, {:.2f} and {:.2f} times XLA's".format(*rates, *ratios) in text
 
 
 def test_figures_of_training():
