@@ -96,9 +96,9 @@ Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem&
         return Error::Success();
       }
     } else if (fits && shape[0] == from.slices * matmul::kSplitParts &&
-               shape[2] == (columns + matmul::kCopySize - 1) / matmul::kCopySize * matmul::kCopySize) {
-      const int64_t blocks[] = {from.slices, (rows + matmul::kCopySize - 1) / matmul::kCopySize,
-                                shape[2] / matmul::kCopySize};
+               shape[2] == (columns + matmul::kSplitBlock - 1) / matmul::kSplitBlock * matmul::kSplitBlock) {
+      const int64_t blocks[] = {from.slices, (rows + matmul::kSplitBlock - 1) / matmul::kSplitBlock,
+                                shape[2] / matmul::kSplitBlock};
       const auto of_scales = scales->dimensions();
       if (scales->element_type() == DataType::F32 &&
           std::equal(of_scales.begin(), of_scales.end(), std::begin(blocks), std::end(blocks))) {

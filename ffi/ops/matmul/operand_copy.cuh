@@ -8,6 +8,7 @@
 #include "core/launch.cuh"
 #include "core/types.cuh"
 #include "core/vector_store.cuh"
+#include "ops/matmul/wgmma_launch.h"
 
 namespace jaxops::matmul {
 
@@ -115,7 +116,8 @@ struct SplitOperand {
   __host__ __device__ uint32_t across() const { return static_cast<uint32_t>(stride / kCopySize); }
   __host__ __device__ uint32_t down() const { return static_cast<uint32_t>((rows() + kCopySize - 1) / kCopySize); }
 };
-inline constexpr int kSplitParts = 3, kSplitShift = 5, kSplitThreads = 512;
+inline constexpr int kSplitShift = 5, kSplitThreads = 512;
+static_assert(kSplitBlock == kCopySize);
 
 __device__ inline float PowerOfTwo(int exponent) { return __int_as_float((exponent + 127) << 23); }
 

@@ -17,6 +17,7 @@
 #include "hopper/barrier.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
+#include "ops/matmul/wgmma_launch.h"
 #include "ops/matmul/wgmma_parts.cuh"
 #include "ops/matmul/wgmma_ring.cuh"
 #include "ops/matmul/wgmma_store.cuh"
@@ -65,8 +66,10 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
             fill([&](uint32_t to_lhs, uint32_t to_rhs, Barrier full) {
               const int depth = static_cast<int>(arguments.raster.depth);
               const auto places = Parts::At(in_f16, half, stage, k_tile, depth);
-              hopper::LoadBox(to_lhs, arguments.lhs, full, places.lhs.column, work.row, lhs * 3 + places.lhs.part);
-              hopper::LoadBox(to_rhs, arguments.rhs, full, places.rhs.column, work.column, rhs * 3 + places.rhs.part);
+              hopper::LoadBox(to_lhs, arguments.lhs, full, places.lhs.column, work.row,
+                              lhs * kSplitParts + places.lhs.part);
+              hopper::LoadBox(to_rhs, arguments.rhs, full, places.rhs.column, work.column,
+                              rhs * kSplitParts + places.rhs.part);
             });
       }
     } else {

@@ -9,12 +9,15 @@
 
 namespace jaxops::matmul {
 
+// The parts of a split f32 operand, and the side of the blocks that are scaled each by its own number: SplitOperand.
+inline constexpr int kSplitParts = 3, kSplitBlock = 64;
+
 // An operand as the kernel reads it: the caller's array, or a copy made for it.
 struct WgmmaOperand {
   const void* data;
   bool transposed;                // as in Problem
   int64_t slices, stride;         // matrices (of all parts); elements from row to row
-  const float* scales = nullptr;  // of f32 in parts, see SplitOperand
+  const float* scales = nullptr;  // of f32 in parts
 };
 
 // How a product is computed; chosen by jaxops/ops/_matmul_choice.py.

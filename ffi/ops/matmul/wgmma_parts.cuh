@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "hopper/wgmma.cuh"
+#include "ops/matmul/wgmma_launch.h"
 #include "ops/matmul/wgmma_ring.cuh"
 #include "ops/matmul/wgmma_work.cuh"
 
@@ -16,7 +17,7 @@ namespace jaxops::matmul {
 // high in TF32; or, if f16 cannot hold the parts of a block of 64 x 64 elements, both halves of k in TF32.
 template <class Tile>
 struct TileParts {
-  static constexpr int kLhsBlocks = Tile::kRows / 64, kRhsBlocks = Tile::kColumns / 64;
+  static constexpr int kLhsBlocks = Tile::kRows / kSplitBlock, kRhsBlocks = Tile::kColumns / kSplitBlock;
   float lhs[kLhsBlocks], rhs[kRhsBlocks];  // the blocks' scales
 
   __device__ bool InF16() const {
@@ -70,10 +71,10 @@ class PartsOfWork {
  private:
   template <int kBlocks>
   __device__ void Find(int64_t size, int matrix, int first, uint32_t (&places)[kBlocks]) const {
-    const uint32_t blocks = static_cast<uint32_t>((size + 63) / 64);
+    const uint32_t blocks = static_cast<uint32_t>((size + kSplitBlock - 1) / kSplitBlock);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
-      places[i] = (matrix * blocks + min(first / 64 + i, blocks - 1)) * arguments_.raster.depth;
+      places[i] = (matrix * blocks + min(first / kSplitBlock + i, blocks - 1)) * arguments_.raster.depth;
   }
 
   const WgmmaArguments& arguments_;
