@@ -17,7 +17,6 @@
 #include "hopper/barrier.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
-#include "ops/matmul/wgmma_launch.h"
 #include "ops/matmul/wgmma_parts.cuh"
 #include "ops/matmul/wgmma_ring.cuh"
 #include "ops/matmul/wgmma_store.cuh"
@@ -45,71 +44,19 @@ template <class Tile, class P>
 __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
   const WgmmaWorks<Tile, P> works(arguments);
   RingPlace<Tile> place{0, 1};
-  // The stage to fill next, once it is free; it is full when both operands' tiles have come.
-  const auto fill = [&](const auto& load) {
-    ring.Empty(place.stage).Wait(place.parity);
-    const Barrier full = ring.Full(place.stage);
-    full.ArriveAndExpect(Tile::kStageBytes);
-    load(ring.Lhs(place.stage), ring.Rhs(place.stage), full);
-    place.Advance();
-  };
   works.ForEach([&](const WgmmaWork& work) {
     int lhs, rhs;  // operands' matrices
     arguments.matrices.At(work.batch, &lhs, &rhs);
-    if constexpr (P::kInParts) {
-      using Parts = TileParts<Tile>;
-      const PartsOfWork<Tile> parts(arguments, work, lhs, rhs);
-      for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
-        const bool in_f16 = parts.At(k_tile).InF16();
-        for (int half = 0; half < 2; ++half)
-          for (int stage = 0; stage < Parts::Stages(in_f16); ++stage)
-            fill([&](uint32_t to_lhs, uint32_t to_rhs, Barrier full) {
-              const int depth = static_cast<int>(arguments.raster.depth);
-              const auto places = Parts::At(in_f16, half, stage, k_tile, depth);
-              hopper::LoadBox(to_lhs, arguments.lhs, full, places.lhs.column, work.row,
-                              lhs * kSplitParts + places.lhs.part);
-              hopper::LoadBox(to_rhs, arguments.rhs, full, places.rhs.column, work.column,
-                              rhs * kSplitParts + places.rhs.part);
-            });
-      }
-    } else {
-      for (int k_tile = work.first; k_tile < work.last; ++k_tile)
-        fill([&](uint32_t to_lhs, uint32_t to_rhs, Barrier full) {
-          LoadTile<P::kLhs, Tile::kRows, P::kDepth>(to_lhs, arguments.lhs, full, work.row, k_tile, lhs);
-          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(to_rhs, arguments.rhs, full, work.column, k_tile, rhs);
-        });
+    for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
+      ring.Empty(place.stage).Wait(place.parity);
+      const Barrier full = ring.Full(place.stage);
+      full.ArriveAndExpect(Tile::kStageBytes);
+      LoadTile<P::kLhs, Tile::kRows, P::kDepth>(ring.Lhs(place.stage), arguments.lhs, full, work.row, k_tile, lhs);
+      LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(ring.Rhs(place.stage), arguments.rhs, full, work.column, k_tile,
+                                                   rhs);
+      place.Advance();
     }
   });
-}
-
-// Adds the sums of the cluster's other blocks, in the order of their ranks, to those of the first; true there. The ring
-// is free: each block has one work.
-template <class Tile>
-__device__ bool SumCluster(const WgmmaArguments& arguments, uint32_t ring, int warpgroup,
-                           float (&sums)[Tile::kBlocks][Tile::kColumns / 2]) {
-  constexpr int kCount = Tile::kColumns / 2;
-  const auto place = [&](int block, int i) {
-    return ring + (((warpgroup * Tile::kBlocks + block) * kCount + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 4;
-  };
-  const bool first = hopper::ClusterRank() == 0;
-  if (!first) {
-    hopper::NamedSync(3, Tile::kMultipliers * kWarpgroup);  // all have multiplied what was there
-#pragma unroll
-    for (int block = 0; block < Tile::kBlocks; ++block)
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) hopper::StoreShared(place(block, i), sums[block][i]);
-  }
-  hopper::ClusterArrive();
-  hopper::ClusterWait();
-  if (first) {
-    for (int rank = 1; rank < arguments.cluster; ++rank)
-#pragma unroll
-      for (int block = 0; block < Tile::kBlocks; ++block)
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) sums[block][i] += hopper::LoadFrom(rank, place(block, i));
-  }
-  hopper::ClusterArrive();  // see WgmmaMatmul for the wait
-  return first;
 }
 
 template <bool kSecond, class T>
@@ -149,45 +96,40 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
     store.FetchBias(work);
     if constexpr (Tile::kPingPong) hopper::NamedSync(kTurn + warpgroup, 2 * kWarpgroup);
     const int first_block = Tile::kPingPong ? 0 : warpgroup * kBlocks;
-    if constexpr (P::kInParts) {
-      MultiplyParts<Tile, P>(arguments, work, ring, warpgroup, place, sums);
-      hopper::WaitProducts<0>();  // none are left; else ptxas writes what follows twice
-    } else {
-      if constexpr (P::kPromotes) {
+    if constexpr (P::kPromotes) {
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block)
+      for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-          for (int i = 0; i < kColumns / 2; ++i) promoted[block][i] = 0;
-      }
-      int pending = -1;   // the stage of the products that may still be running
-      bool fresh = true;  // the sums are to be overwritten
-      int since = 0;      // k tiles since the sums were promoted
-      for (int i = 0; i < depth; ++i) {
-        ring.Full(place.stage).Wait(place.parity);
-        BeginProducts<T, V, Tile, P>(ring, place.stage, first_block, sums, !fresh);
-        fresh = false;
-        if (pending >= 0) {
-          hopper::WaitProducts<1>();
-          release(pending);
-        }
-        pending = place.stage;
-        place.Advance();
-        if constexpr (P::kPromotes) {
-          if (++since == arguments.promote || i + 1 == depth) {
-            hopper::WaitProducts<0>();
-            release(pending);
-#pragma unroll
-            for (int block = 0; block < kBlocks; ++block)
-#pragma unroll
-              for (int j = 0; j < kColumns / 2; ++j) promoted[block][j] += sums[block][j];
-            pending = -1, fresh = true, since = 0;
-          }
-        }
-      }
-      if constexpr (Tile::kPingPong) hopper::NamedArrive(kTurn + 1 - warpgroup, 2 * kWarpgroup);
-      hopper::WaitProducts<0>();
-      if (pending >= 0) release(pending);
+        for (int i = 0; i < kColumns / 2; ++i) promoted[block][i] = 0;
     }
+    int pending = -1;   // the stage of the products that may still be running
+    bool fresh = true;  // the sums are to be overwritten
+    int since = 0;      // k tiles since the sums were promoted
+    for (int i = 0; i < depth; ++i) {
+      ring.Full(place.stage).Wait(place.parity);
+      BeginProducts<T, V, Tile, P>(ring, place.stage, first_block, sums, !fresh);
+      fresh = false;
+      if (pending >= 0) {
+        hopper::WaitProducts<1>();
+        release(pending);
+      }
+      pending = place.stage;
+      place.Advance();
+      if constexpr (P::kPromotes) {
+        if (++since == arguments.promote || i + 1 == depth) {
+          hopper::WaitProducts<0>();
+          release(pending);
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+            for (int j = 0; j < kColumns / 2; ++j) promoted[block][j] += sums[block][j];
+          pending = -1, fresh = true, since = 0;
+        }
+      }
+    }
+    if constexpr (Tile::kPingPong) hopper::NamedArrive(kTurn + 1 - warpgroup, 2 * kWarpgroup);
+    hopper::WaitProducts<0>();
+    if (pending >= 0) release(pending);
     store.AwaitBias();
     auto& results = Either<P::kPromotes>(sums, promoted);
     if constexpr (Tile::kSplitsInCluster) {
@@ -225,7 +167,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == 0) {
     if constexpr (Tile::kMultipliers == 2) hopper::ReleaseRegisters<kLoaderRegisters>();
-    if (threadIdx.x == 0) LoadAll<Tile, P>(arguments, ring);
+    if (threadIdx.x == 0) {
+      if constexpr (P::kInParts) {
+        LoadParts<Tile, P>(arguments, ring);
+      } else {
+        LoadAll<Tile, P>(arguments, ring);
+      }
+    }
     if (Tile::kSplitsInCluster && arguments.cluster > 1) {  // as the others do in SumCluster
       hopper::ClusterArrive();
       hopper::ClusterWait();
@@ -233,7 +181,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     }
   } else {
     if constexpr (Tile::kMultipliers == 2) hopper::AcquireRegisters<kMultiplierRegisters>();
-    MultiplyAll<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
+    if constexpr (P::kInParts) {
+      MultiplyParts<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
+    } else {
+      MultiplyAll<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
+    }
   }
   if (Tile::kSplitsInCluster && arguments.cluster > 1)
     hopper::ClusterWait();  // nobody leaves while its sums may be read

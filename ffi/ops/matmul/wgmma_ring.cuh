@@ -1,4 +1,5 @@
-// The ring of stages in shared memory through which tiles of the operands pass, and the products of a stage.
+// The ring of stages in shared memory through which tiles of the operands pass, the products of a stage, and sums over
+// a cluster.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_RING_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_RING_CUH_
 
@@ -55,6 +56,36 @@ __device__ void BeginProducts(const Ring<Tile>& ring, int stage, int first_block
           sums[block], lhs + (block * kBlockBytes + step * hopper::kStepBytes<P::kLhs>) / 16,
           rhs + step * hopper::kStepBytes<P::kRhs> / 16, step || add);
   hopper::CommitProducts();
+}
+
+// Adds the sums of the cluster's other blocks, in the order of their ranks, to those of the first; true there. The ring
+// is free: each block has one work.
+template <class Tile>
+__device__ bool SumCluster(const WgmmaArguments& arguments, uint32_t ring, int warpgroup,
+                           float (&sums)[Tile::kBlocks][Tile::kColumns / 2]) {
+  constexpr int kCount = Tile::kColumns / 2;
+  const auto place = [&](int block, int i) {
+    return ring + (((warpgroup * Tile::kBlocks + block) * kCount + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 4;
+  };
+  const bool first = hopper::ClusterRank() == 0;
+  if (!first) {
+    hopper::NamedSync(3, Tile::kMultipliers * kWarpgroup);  // all have multiplied what was there
+#pragma unroll
+    for (int block = 0; block < Tile::kBlocks; ++block)
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) hopper::StoreShared(place(block, i), sums[block][i]);
+  }
+  hopper::ClusterArrive();
+  hopper::ClusterWait();
+  if (first) {
+    for (int rank = 1; rank < arguments.cluster; ++rank)
+#pragma unroll
+      for (int block = 0; block < Tile::kBlocks; ++block)
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sums[block][i] += hopper::LoadFrom(rank, place(block, i));
+  }
+  hopper::ClusterArrive();  // see WgmmaMatmul for the wait
+  return first;
 }
 
 }  // namespace jaxops::matmul
