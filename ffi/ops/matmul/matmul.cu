@@ -52,9 +52,9 @@ struct Choice {
 };
 
 // The results in order: out, then those that there are of preactivation, lhs copy, rhs copy, partials, and of products
-// in parts lhs scales, rhs scales, unfit.
+// in parts lhs scales, rhs scales, flags.
 struct MoreResults {
-  std::optional<AnyBuffer> preactivation, lhs_copy, rhs_copy, partials, lhs_scales, rhs_scales, unfit;
+  std::optional<AnyBuffer> preactivation, lhs_copy, rhs_copy, partials, lhs_scales, rhs_scales, flags;
 };
 
 constexpr const char* kHandler = "matmul";
@@ -95,7 +95,7 @@ Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem&
           shape[2] * ffi::ByteWidth(source.element_type()) % 16 == 0) {
         return Error::Success();
       }
-    } else if (fits && shape[0] == from.slices * matmul::kSplitParts &&
+    } else if (fits && shape[0] == from.slices * matmul::kSplitSlices &&
                shape[2] == (columns + matmul::kSplitBlock - 1) / matmul::kSplitBlock * matmul::kSplitBlock) {
       const int64_t blocks[] = {from.slices, (rows + matmul::kSplitBlock - 1) / matmul::kSplitBlock,
                                 shape[2] / matmul::kSplitBlock};
@@ -120,8 +120,11 @@ Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem&
   }
   if (choice.in_parts && lhs.element_type() != DataType::F32)
     return Invalid(kHandler, "only f32 is multiplied in parts");
-  if (results.unfit && (results.unfit->element_type() != DataType::S32 || results.unfit->element_count() != 1))
-    return Invalid(kHandler, "products in parts need a flag, one int32");
+  const int64_t k_tiles = (p.k + matmul::kSplitBlock - 1) / matmul::kSplitBlock;
+  if (results.flags && (results.flags->element_type() != DataType::S32 ||
+                        static_cast<int64_t>(results.flags->element_count()) != 1 + k_tiles)) {
+    return Invalid(kHandler, "products in parts need an int32 flag, and one for each k tile");
+  }
   return Error::Success();
 }
 
@@ -173,30 +176,29 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
   if (results.partials) plan.partials = Data<float>(*results.partials);
   const MatrixStack left = AsTheyLie(lhs, problem.lhs_transposed, problem.m, problem.k);
   const MatrixStack right = AsTheyLie(rhs, problem.rhs_transposed, problem.k, problem.n);
-  int32_t* unfit = nullptr;
+  int32_t* flags = nullptr;
   if (choice.in_parts) {
-    unfit = Data<int32_t>(*results.unfit);
+    flags = Data<int32_t>(*results.flags);
     const SplitOperand parts[] = {
         PrepareParts(left, problem.lhs_transposed, choice.lhs_copy, *results.lhs_copy, *results.lhs_scales, &plan.lhs),
         PrepareParts(right, problem.rhs_transposed, choice.rhs_copy, *results.rhs_copy, *results.rhs_scales,
                      &plan.rhs)};
-    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(unfit, 0, sizeof(*unfit), stream)));
-    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, matmul::LaunchSplit(stream, parts[0], parts[1], unfit)));
+    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, matmul::LaunchSplit(stream, parts[0], parts[1], flags)));
   } else {
     JAXOPS_RETURN_IF_ERROR(
         PrepareOperand<T>(stream, left, problem.lhs_transposed, choice.lhs_copy, results.lhs_copy, &plan.lhs));
     JAXOPS_RETURN_IF_ERROR(
         PrepareOperand<V>(stream, right, problem.rhs_transposed, choice.rhs_copy, results.rhs_copy, &plan.rhs));
   }
-  plan.unfit = unfit;
+  plan.unfit = flags;
   const cudaError_t status = matmul::LaunchWgmma<T, V>(stream, problem, plan);
   if (status == cudaErrorNotSupported)  // no such tile, or not for rows that lie so
     return General(stream, problem, kOperandType<T>, wide_out ? DataType::F32 : kOperandType<T>);
   JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   if constexpr (std::is_same_v<T, float>) {
-    if (unfit) {  // infinite or no numbers among the operands
+    if (flags) {  // infinite or no numbers among the operands
       Problem guarded = problem;
-      guarded.only_if = unfit;
+      guarded.only_if = flags;
       return FromCuda(kHandler, matmul::LaunchSimt<float>(stream, guarded));
     }
   }
@@ -235,7 +237,7 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
        {std::pair(has_preactivation, &results.preactivation), std::pair(lhs_copy != 0, &results.lhs_copy),
         std::pair(rhs_copy != 0, &results.rhs_copy), std::pair(has_partials, &results.partials),
         std::pair(in_parts, &results.lhs_scales), std::pair(in_parts, &results.rhs_scales),
-        std::pair(in_parts, &results.unfit)}) {
+        std::pair(in_parts, &results.flags)}) {
     if (!present) continue;
     JAXOPS_RETURN_IF_ERROR(reader.Take(result));
     if (!IsAligned((*result)->untyped_data()) && result != &results.preactivation)

@@ -3,6 +3,7 @@
 #ifndef JAXOPS_OPS_MATMUL_OPERAND_COPY_CUH_
 #define JAXOPS_OPS_MATMUL_OPERAND_COPY_CUH_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/launch.cuh"
@@ -96,128 +97,156 @@ cudaError_t LaunchRearrange(cudaStream_t stream, const MatrixStack& from, void* 
 }
 
 // An f32 operand for products in full precision, and where its parts go. x is high + low to within 2^-23 |x|, and each
-// has 11 bits, which both TF32 and f16 hold. Of high low and low high, products in f16 are as exact as those in TF32,
-// and twice as fast, if only the exponents fit. So a block of 64 x 64 elements is multiplied by a power of two that
-// brings its largest to [2^19, 2^20); then the high parts times 2^-5 and the low ones times 2^5 are f16's, if no
-// element but 0 is below 2^-6. Other blocks are multiplied so only if that makes them larger, as subnormal parts would
-// lose bits, or if they are so large that parts or products might overflow.
+// has 11 bits: f16 holds them exactly if only the exponents fit, and so do the tensor cores their products. So a block
+// of 64 x 64 elements is multiplied by a power of two that brings its largest to [2^14, 2^15), and low parts by 2^12
+// more; f16 holds the block if no element but 0 is then below 2^-14. A k tile of the product in which it does not hold
+// some block is multiplied in TF32, which has f32's exponents, and half the speed. Blocks that f16 does not hold are
+// multiplied so only if that makes them larger, as subnormal parts would lose bits, or where they might overflow.
 struct SplitOperand {
   MatrixStack from;
   bool transposed;  // rows (of m or n) are `from`'s columns
-  // [slices, 3, rows, stride], along k, the stride a multiple of 64: the high parts; the high and then the low parts in
-  // f16; the low parts as TF32.
+  // [slices, 3, rows, stride], along k, the stride a multiple of 64: in f16 the high and then the low parts of a row;
+  // in TF32 the high parts; the low parts. What is not needed is not written.
   float* parts;
   int64_t stride;
-  // [slices, rows / 64, stride / 64]: what a block's products are to be multiplied by; negative for blocks that f16
-  // cannot hold, and whose f16 parts are not written.
+  // [slices, rows / 64, stride / 64]: what a block's products are to be multiplied by; negative where f16 does not hold
+  // the block.
   float* scales;
 
   __host__ __device__ int64_t rows() const { return transposed ? from.columns : from.rows; }
   __host__ __device__ uint32_t across() const { return static_cast<uint32_t>(stride / kCopySize); }
   __host__ __device__ uint32_t down() const { return static_cast<uint32_t>((rows() + kCopySize - 1) / kCopySize); }
 };
-inline constexpr int kSplitShift = 5, kSplitThreads = 512;
+inline constexpr int kSplitThreads = 512;
 static_assert(kSplitBlock == kCopySize);
 
 __device__ inline float PowerOfTwo(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
-// Splits both operands, a block of 64 x 64 elements at a time. unfit is set to 1 if there are infinite or no numbers:
-// the products of their parts would not be IEEE's.
+// What the products of a block of the elements `small` to `large` (bits without the sign, which are ordered as the
+// numbers are; small: of those that are not 0) are to be multiplied by, as in SplitOperand::scales.
+__device__ inline float ScaleOfBlock(uint32_t large, uint32_t small) {
+  if (large == 0) return 1;
+  constexpr int kMost = 63;  // of the exponents: the product of two scales is a number
+  const int top = static_cast<int>(large >> 23), shift = 127 + 14 - top;
+  const bool fits = abs(shift) <= kMost && static_cast<int>(small >> 23) >= top - 28;
+  if (fits) return PowerOfTwo(-shift);
+  return -PowerOfTwo(-(shift > 0 ? min(shift, kMost) : max(min(shift + 42, 0), -kMost)));
+}
+
+// Splits both operands, a block of 64 x 64 elements at a time. First in f16, with the scales; flags[0] is set to 1 if
+// there are infinite or no numbers, as the products of their parts would not be IEEE's; flags[1 + i] if f16 does not
+// hold some block of k tile i. Then (kWide) those k tiles in TF32.
+template <bool kWide>
 static __global__ void __launch_bounds__(kSplitThreads, 3)
     SplitOperands(const __grid_constant__ SplitOperand lhs, const __grid_constant__ SplitOperand rhs,
-                  uint32_t lhs_blocks, int32_t* unfit) {
+                  uint32_t lhs_blocks, uint32_t blocks, int32_t* flags) {
   constexpr int kWarps = kSplitThreads / 32, kLines = kSplitThreads / 16, kEach = kCopySize / kLines;
   __shared__ CopyTile<float> tile;
   __shared__ uint32_t most[kWarps], least[kWarps];
-  const bool second = blockIdx.x >= lhs_blocks;
-  const SplitOperand& to = second ? rhs : lhs;
-  const uint32_t block = blockIdx.x - (second ? lhs_blocks : 0), across = to.across(), down = to.down();
-  const uint32_t line = block / across, slice = line / down;
-  const int64_t rows = to.rows(), row0 = int64_t{line - slice * down} * kCopySize;
-  const int64_t k0 = int64_t{block - line * across} * kCopySize;
-  {
-    const int64_t first_row = to.transposed ? k0 : row0, first_column = to.transposed ? row0 : k0;
-    const float* const source =
-        static_cast<const float*>(to.from.data) + (slice * to.from.rows + first_row) * to.from.columns + first_column;
-    constexpr int kStep = kSplitThreads / kCopySize, kFetched = kCopySize / kStep;
-    const int x = threadIdx.x % kCopySize, y = threadIdx.x / kCopySize;
-    float fetched[kFetched];  // all are read before the first is written
+  for (uint32_t index = blockIdx.x; index < blocks; index += gridDim.x) {
+    const bool second = index >= lhs_blocks;
+    const SplitOperand& to = second ? rhs : lhs;
+    const uint32_t block = index - (second ? lhs_blocks : 0), across = to.across(), down = to.down();
+    const uint32_t line = block / across, slice = line / down, k_tile = block - line * across;
+    if (kWide && !flags[1 + k_tile]) continue;
+    const int64_t rows = to.rows(), row0 = int64_t{line - slice * down} * kCopySize, k0 = int64_t{k_tile} * kCopySize;
+    {
+      const int64_t first_row = to.transposed ? k0 : row0, first_column = to.transposed ? row0 : k0;
+      const float* const source =
+          static_cast<const float*>(to.from.data) + (slice * to.from.rows + first_row) * to.from.columns + first_column;
+      constexpr int kStep = kSplitThreads / kCopySize, kFetched = kCopySize / kStep;
+      const int x = threadIdx.x % kCopySize, y = threadIdx.x / kCopySize;
+      float fetched[kFetched];  // all are read before the first is written
 #pragma unroll
-    for (int i = 0; i < kFetched; ++i) {
-      const int line = y + i * kStep;
-      const bool inside = first_row + line < to.from.rows && first_column + x < to.from.columns;
-      fetched[i] = inside ? source[line * to.from.columns + x] : 0;
+      for (int i = 0; i < kFetched; ++i) {
+        const int line = y + i * kStep;
+        const bool inside = first_row + line < to.from.rows && first_column + x < to.from.columns;
+        fetched[i] = inside ? source[line * to.from.columns + x] : 0;
+      }
+      if (kWide) __syncthreads();  // the last block has been read
+#pragma unroll
+      for (int i = 0; i < kFetched; ++i) tile[y + i * kStep][x] = fetched[i];
     }
+    __syncthreads();
+    // A thread has 4 adjacent elements along k of every kLines-th row.
+    constexpr int kPitch = sizeof(tile[0]) / sizeof(float);
+    const int own_k = threadIdx.x % 16 * 4, own_row = threadIdx.x / 16;
+    const float* const own = &tile[0][0] + (to.transposed ? own_k * kPitch + own_row : own_row * kPitch + own_k);
+    const int row_step = kLines * (to.transposed ? 1 : kPitch), k_step = to.transposed ? kPitch : 1;
+    float values[kEach][4];
 #pragma unroll
-    for (int i = 0; i < kFetched; ++i) tile[y + i * kStep][x] = fetched[i];
-  }
-  __syncthreads();
-  // A thread has 4 adjacent elements along k of every kLines-th row.
-  constexpr int kPitch = sizeof(tile[0]) / sizeof(float);
-  const int own_k = threadIdx.x % 16 * 4, own_row = threadIdx.x / 16;
-  const float* const own = &tile[0][0] + (to.transposed ? own_k * kPitch + own_row : own_row * kPitch + own_k);
-  const int row_step = kLines * (to.transposed ? 1 : kPitch), k_step = to.transposed ? kPitch : 1;
-  float values[kEach][4];
-  uint32_t large = 0, small = ~0u;  // bits without the sign, which are ordered as the numbers are
+    for (int i = 0; i < kEach; ++i)
 #pragma unroll
-  for (int i = 0; i < kEach; ++i)
+      for (int j = 0; j < 4; ++j) values[i][j] = own[i * row_step + j * k_step];
+    float scale;
+    if constexpr (kWide) {
+      scale = to.scales[block];
+    } else {
+      uint32_t large = 0, small = ~0u;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      values[i][j] = own[i * row_step + j * k_step];
-      const uint32_t bits = __float_as_uint(values[i][j]) & 0x7fffffffu;
-      large = max(large, bits);
-      small = min(small, bits - 1);  // zeros come last
+      for (const auto& row : values)
+#pragma unroll
+        for (const float value : row) {
+          const uint32_t bits = __float_as_uint(value) & 0x7fffffffu;
+          large = max(large, bits);
+          small = min(small, bits - 1);  // zeros come last
+        }
+      large = __reduce_max_sync(~0u, large);
+      small = __reduce_min_sync(~0u, small);
+      if (threadIdx.x % 32 == 0) {
+        most[threadIdx.x / 32] = large;
+        least[threadIdx.x / 32] = small;
+      }
+      __syncthreads();
+      large = __reduce_max_sync(~0u, most[threadIdx.x % kWarps]);
+      small = __reduce_min_sync(~0u, least[threadIdx.x % kWarps]);
+      scale = ScaleOfBlock(large, small + 1);
+      if (threadIdx.x == 0) {
+        to.scales[block] = scale;
+        if (large >> 23 == 255) flags[0] = 1;  // every writer writes the same
+        if (scale < 0) flags[1 + k_tile] = 1;
+      }
+      if (scale < 0) continue;
     }
-  large = __reduce_max_sync(~0u, large);
-  small = __reduce_min_sync(~0u, small);
-  if (threadIdx.x % 32 == 0) {
-    most[threadIdx.x / 32] = large;
-    least[threadIdx.x / 32] = small;
-  }
-  __syncthreads();
-  large = __reduce_max_sync(~0u, most[threadIdx.x % kWarps]);
-  small = __reduce_min_sync(~0u, least[threadIdx.x % kWarps]);
-  const int top = static_cast<int>(large >> 23), bottom = static_cast<int>((small + 1) >> 23);  // exponents, biased
-  const bool zero = large == 0;
-  // Scales of 2^-63 to 2^63: the product of two is a number.
-  const bool fits = zero || (top >= 127 + 19 - 63 && top <= 127 + 19 + 63 && bottom >= top - 25);
-  const bool shrinks = fits || top > 127 + 19 + 63;
-  const int exponent = zero ? 0 : min(max(127 + 19 - top, shrinks ? -63 : 0), 63);
-  if (threadIdx.x == 0) {
-    if (top == 255) *unfit = 1;  // every writer writes the same
-    to.scales[block] = fits ? PowerOfTwo(-exponent) : -PowerOfTwo(-exponent);
-  }
-  const float scale = PowerOfTwo(exponent);
+    scale = 1 / fabsf(scale);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int64_t row = row0 + own_row + i * kLines;
-    if (row >= rows) continue;
-    float high[4], low[4];
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t row = row0 + own_row + i * kLines;
+      if (row >= rows) continue;
+      float high[4], low[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float x = values[i][j] * scale;
-      high[j] = Round(x);
-      low[j] = x - high[j];
+      for (int j = 0; j < 4; ++j) {
+        const float x = values[i][j] * scale;
+        high[j] = Round(x);
+        low[j] = (x - high[j]) * (1 / kLowScale);
+      }
+      const int64_t part = rows * to.stride;
+      float* const out = to.parts + slice * kSplitSlices * part + row * to.stride;
+      if constexpr (kWide) {
+        StoreVector(reinterpret_cast<float4*>(out + part + k0 + own_k),
+                    make_float4(high[0], high[1], high[2], high[3]));
+        StoreVector(reinterpret_cast<float4*>(out + 2 * part + k0 + own_k),
+                    make_float4(Round(low[0]), Round(low[1]), Round(low[2]), Round(low[3])));
+      } else {
+        __half* const halves = reinterpret_cast<__half*>(out) + k0 + own_k;
+        StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves), ToPack<__half, 4>([&](int j) { return high[j]; }));
+        StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves + to.stride),
+                    ToPack<__half, 4>([&](int j) { return low[j]; }));
+      }
     }
-    const int64_t part = rows * to.stride;
-    float* const out = to.parts + slice * kSplitParts * part + row * to.stride + k0 + own_k;
-    StoreVector(reinterpret_cast<float4*>(out), make_float4(high[0], high[1], high[2], high[3]));
-    StoreVector(reinterpret_cast<float4*>(out + 2 * part),
-                make_float4(Round(low[0]), Round(low[1]), Round(low[2]), Round(low[3])));
-    if (!fits) continue;
-    __half* const halves = reinterpret_cast<__half*>(out + part - k0 - own_k) + k0 + own_k;
-    const auto pack = [](const float (&x)[4], float factor) {
-      return ToPack<__half, 4>([&](int j) { return x[j] * factor; });
-    };
-    StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves), pack(high, PowerOfTwo(-kSplitShift)));
-    StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves + to.stride), pack(low, PowerOfTwo(kSplitShift)));
   }
 }
 
-inline cudaError_t LaunchSplit(cudaStream_t stream, const SplitOperand& lhs, const SplitOperand& rhs, int32_t* unfit) {
-  const auto blocks = [](const SplitOperand& to) { return to.from.slices * to.down() * to.across(); };
-  const Grid grid = {blocks(lhs) + blocks(rhs), kSplitThreads};
-  return Launch(stream, SplitOperands, grid, lhs, rhs, static_cast<uint32_t>(blocks(lhs)), unfit);
+// flags: [1 + k tiles].
+inline cudaError_t LaunchSplit(cudaStream_t stream, const SplitOperand& lhs, const SplitOperand& rhs, int32_t* flags) {
+  const auto blocks_of = [](const SplitOperand& to) { return to.from.slices * to.down() * to.across(); };
+  const auto lhs_blocks = static_cast<uint32_t>(blocks_of(lhs)), blocks = lhs_blocks + uint32_t(blocks_of(rhs));
+  cudaError_t status = cudaMemsetAsync(flags, 0, (1 + lhs.across()) * sizeof(*flags), stream);
+  if (status == cudaSuccess)
+    status = Launch(stream, SplitOperands<false>, {blocks, kSplitThreads}, lhs, rhs, lhs_blocks, blocks, flags);
+  const Grid few = {std::min<int64_t>(blocks, 512), kSplitThreads};  // mostly there is nothing to do
+  if (status == cudaSuccess) status = Launch(stream, SplitOperands<true>, few, lhs, rhs, lhs_blocks, blocks, flags);
+  return status;
 }
 
 }  // namespace jaxops::matmul

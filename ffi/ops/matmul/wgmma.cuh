@@ -107,7 +107,8 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
     int since = 0;      // k tiles since the sums were promoted
     for (int i = 0; i < depth; ++i) {
       ring.Full(place.stage).Wait(place.parity);
-      BeginProducts<T, V, Tile, P>(ring, place.stage, first_block, sums, !fresh);
+      BeginProducts<T, V, Tile, P>(ring.Lhs(place.stage) + first_block * kBlockBytes, ring.Rhs(place.stage), sums,
+                                   !fresh);
       fresh = false;
       if (pending >= 0) {
         hopper::WaitProducts<1>();

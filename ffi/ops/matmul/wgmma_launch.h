@@ -9,14 +9,16 @@
 
 namespace jaxops::matmul {
 
-// The parts of a split f32 operand, and the side of the blocks that are scaled each by its own number: SplitOperand.
-inline constexpr int kSplitParts = 3, kSplitBlock = 64;
+// An f32 operand in parts (SplitOperand): matrices that are stored for each of its own, the side of the blocks that are
+// scaled each by its own number, and what low parts are to be multiplied by.
+inline constexpr int kSplitSlices = 3, kSplitBlock = 64;
+inline constexpr float kLowScale = 0x1p-12f;
 
 // An operand as the kernel reads it: the caller's array, or a copy made for it.
 struct WgmmaOperand {
   const void* data;
   bool transposed;                // as in Problem
-  int64_t slices, stride;         // matrices (of all parts); elements from row to row
+  int64_t slices, stride;         // matrices (of parts: all that are stored); elements from row to row
   const float* scales = nullptr;  // of f32 in parts
 };
 

@@ -14,13 +14,13 @@
 
 namespace jaxops::matmul {
 
-// A k tile of f32 operands in parts (SplitOperand) is multiplied in two halves: low high + high low in f16, then high
-// high in TF32; or, if f16 cannot hold the parts of a block of 64 x 64 elements, both halves of k in TF32.
+// The scales of the blocks (SplitOperand) of a tile's k tile.
 template <class Tile>
-struct TileParts {
+struct TileScales {
   static constexpr int kLhsBlocks = Tile::kRows / kSplitBlock, kRhsBlocks = Tile::kColumns / kSplitBlock;
-  float lhs[kLhsBlocks], rhs[kRhsBlocks];  // the blocks' scales
+  float lhs[kLhsBlocks], rhs[kRhsBlocks];
 
+  // Whether all parts are there in f16. Else they are in TF32, of which a stage holds half of a k tile.
   __device__ bool InF16() const {
     float least = lhs[0];
 #pragma unroll
@@ -29,44 +29,25 @@ struct TileParts {
     for (float scale : rhs) least = fminf(least, scale);
     return least > 0;
   }
-  // Stages of the ring that a half takes.
-  static __device__ int Stages(bool in_f16) { return in_f16 ? 2 : 3; }
-
-  // Which part a stage's 128 bytes along k are of, and their first column in floats.
-  struct Place {
-    int part, column;
-  };
-  struct Places {
-    Place lhs, rhs;
-  };
-  // depth: k tiles of the operands.
-  static __device__ Places At(bool in_f16, int half, int stage, int k_tile, int depth) {
-    const bool narrow = in_f16 && half == 0;
-    const int column = k_tile * 64 + (in_f16 ? stage : half) * 32;
-    const Place high = narrow ? Place{1, k_tile * 32} : Place{0, column};
-    const Place low = narrow ? Place{1, (depth + k_tile) * 32} : Place{2, column};
-    const bool whole = in_f16 ? half == 1 : stage == 2;
-    return {!whole && stage == 0 ? low : high, !whole && stage == 1 ? low : high};
-  }
 };
 
-// The scales of a work's k tiles.
+// Those of a work's k tiles.
 template <class Tile>
-class PartsOfWork {
+class ScalesOfWork {
  public:
-  using Parts = TileParts<Tile>;
-  __device__ PartsOfWork(const WgmmaArguments& arguments, const WgmmaWork& work, int lhs_matrix, int rhs_matrix)
+  using Scales = TileScales<Tile>;
+  __device__ ScalesOfWork(const WgmmaArguments& arguments, const WgmmaWork& work, int lhs_matrix, int rhs_matrix)
       : arguments_(arguments) {
     Find(arguments.problem.m, lhs_matrix, work.row, lhs_);
     Find(arguments.problem.n, rhs_matrix, work.column, rhs_);
   }
-  __device__ Parts At(int k_tile) const {
-    Parts parts;
+  __device__ Scales At(int k_tile) const {
+    Scales scales;
 #pragma unroll
-    for (int i = 0; i < Parts::kLhsBlocks; ++i) parts.lhs[i] = arguments_.lhs_scales[lhs_[i] + k_tile];
+    for (int i = 0; i < Scales::kLhsBlocks; ++i) scales.lhs[i] = arguments_.lhs_scales[lhs_[i] + k_tile];
 #pragma unroll
-    for (int i = 0; i < Parts::kRhsBlocks; ++i) parts.rhs[i] = arguments_.rhs_scales[rhs_[i] + k_tile];
-    return parts;
+    for (int i = 0; i < Scales::kRhsBlocks; ++i) scales.rhs[i] = arguments_.rhs_scales[rhs_[i] + k_tile];
+    return scales;
   }
 
  private:
@@ -79,143 +60,100 @@ class PartsOfWork {
   }
 
   const WgmmaArguments& arguments_;
-  uint32_t lhs_[Parts::kLhsBlocks], rhs_[Parts::kRhsBlocks];
+  uint32_t lhs_[Scales::kLhsBlocks], rhs_[Scales::kRhsBlocks];
 };
 
 template <class Tile, class P>
 __device__ void LoadParts(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
-  using Parts = TileParts<Tile>;
   const WgmmaWorks<Tile, P> works(arguments);
+  const int depth = static_cast<int>(arguments.raster.depth);
   RingPlace<Tile> place{0, 1};
   works.ForEach([&](const WgmmaWork& work) {
     int lhs, rhs;  // operands' matrices
     arguments.matrices.At(work.batch, &lhs, &rhs);
-    const PartsOfWork<Tile> parts(arguments, work, lhs, rhs);
+    const ScalesOfWork<Tile> scales(arguments, work, lhs, rhs);
     for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
-      const bool in_f16 = parts.At(k_tile).InF16();
-      for (int half = 0; half < 2; ++half)
-        for (int stage = 0; stage < Parts::Stages(in_f16); ++stage) {
-          const auto at = Parts::At(in_f16, half, stage, k_tile, static_cast<int>(arguments.raster.depth));
-          ring.Empty(place.stage).Wait(place.parity);
-          const Barrier full = ring.Full(place.stage);
-          full.ArriveAndExpect(Tile::kStageBytes);
-          hopper::LoadBox(ring.Lhs(place.stage), arguments.lhs, full, at.lhs.column, work.row,
-                          lhs * kSplitParts + at.lhs.part);
-          hopper::LoadBox(ring.Rhs(place.stage), arguments.rhs, full, at.rhs.column, work.column,
-                          rhs * kSplitParts + at.rhs.part);
-          place.Advance();
+      const bool in_f16 = scales.At(k_tile).InF16();
+      for (int stage = 0; stage < (in_f16 ? 1 : 2); ++stage) {
+        ring.Empty(place.stage).Wait(place.parity);
+        const Barrier full = ring.Full(place.stage);
+        full.ArriveAndExpect(Tile::kStageBytes);
+#pragma unroll
+        for (int part = 0; part < Tile::kParts; ++part) {
+          const int column = (in_f16 ? part * depth + k_tile : k_tile * 2 + stage) * 32;  // in floats
+          const int slice = in_f16 ? 0 : 1 + part;
+          hopper::LoadBox(ring.Lhs(place.stage, part), arguments.lhs, full, column, work.row,
+                          lhs * kSplitSlices + slice);
+          hopper::LoadBox(ring.Rhs(place.stage, part), arguments.rhs, full, column, work.column,
+                          rhs * kSplitSlices + slice);
         }
+        place.Advance();
+      }
     }
   });
 }
 
-// Long sums in the tensor cores are truncated: those of each half of a k tile are promoted, added to f32 sums, while
-// the products of the next half run; but ptxas takes that once a k tile. One warpgroup waits for its products after the
-// second half, the other after the first, so that one of them keeps the tensor cores busy.
+// Long sums in the tensor cores are truncated: those of each k tile are promoted, added to f32 sums in registers. The
+// products of high and low parts come first, so that they are promoted while high parts are multiplied; ptxas takes
+// no more than that.
 template <class Tile, class P>
 __device__ void MultiplyParts(const WgmmaArguments& arguments, const Ring<Tile>& ring, uint32_t staging, uint32_t bias,
                               int warpgroup) {
-  static_assert(Tile::kBlocks == 1 && !Tile::kPingPong);
+  static_assert(Tile::kBlocks == 1 && !Tile::kPingPong && Tile::kParts == 2);
+  using Scales = TileScales<Tile>;
   constexpr int kColumns = Tile::kColumns;
   const WgmmaWorks<Tile, P> works(arguments);
   ResultStore<Tile, typename P::Narrow, false> store(arguments, staging, bias, warpgroup);
   RingPlace<Tile> place;
-  float sums[1][kColumns / 2], promoted[1][kColumns / 2];
+  float high[1][kColumns / 2], mixed[1][kColumns / 2], promoted[1][kColumns / 2];
+  // Begins the products of a stage. add: to the sums.
+  const auto multiply = [&]<class T>(bool add) {
+    ring.Full(place.stage).Wait(place.parity);
+    const auto begin = [&](int lhs_part, int rhs_part, auto& sums, bool add) {
+      BeginProducts<T, T, Tile, P>(ring.Lhs(place.stage, lhs_part) + warpgroup * kBlockBytes,
+                                   ring.Rhs(place.stage, rhs_part), sums, add);
+    };
+    begin(0, 1, mixed, add);
+    begin(1, 0, mixed, true);
+    begin(0, 0, high, add);
+  };
+  const auto release = [&] {
+    if (threadIdx.x % 32 == 0) ring.Empty(place.stage).Arrive();
+    place.Advance();
+  };
   works.ForEach([&](const WgmmaWork& work) {
     store.FetchBias(work);
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) promoted[0][i] = 0;
-    int pending = -1;  // the stage of the products that may still be running
-    const auto release = [&] {
-      if (threadIdx.x % 32 == 0) ring.Empty(pending).Arrive();
-    };
-    // Begins the products of the stage that comes next, and waits for those of the one before. add: to the sums.
-    const auto multiply = [&]<class T>(auto& sums, bool add) {
-      ring.Full(place.stage).Wait(place.parity);
-      BeginProducts<T, T, Tile, P>(ring, place.stage, warpgroup, sums, add);
-      hopper::WaitProducts<1>();
-      if (pending >= 0) release();
-      pending = place.stage;
-      place.Advance();
-    };
-    const auto settle = [&] {
-      hopper::WaitProducts<0>();
-      release();
-      pending = -1;
-    };
-    using Parts = TileParts<Tile>;
-    float first_sums[1][kColumns / 2];
     int lhs, rhs;  // operands' matrices
     arguments.matrices.At(work.batch, &lhs, &rhs);
-    const PartsOfWork<Tile> parts_of(arguments, work, lhs, rhs);
-    float factors[Parts::kRhsBlocks];
-    const auto set_factors = [&](const Parts& parts) {
-      const float own = fabsf(Parts::kLhsBlocks > 1 && warpgroup ? parts.lhs[Parts::kLhsBlocks - 1] : parts.lhs[0]);
+    const ScalesOfWork<Tile> scales_of(arguments, work, lhs, rhs);
+    Scales scales = scales_of.At(work.first);
+    for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
+      const bool in_f16 = scales.InF16();
+      const float own = fabsf(Scales::kLhsBlocks > 1 && warpgroup ? scales.lhs[Scales::kLhsBlocks - 1] : scales.lhs[0]);
+      float factors[Scales::kRhsBlocks];
 #pragma unroll
-      for (int i = 0; i < Parts::kRhsBlocks; ++i) factors[i] = own * fabsf(parts.rhs[i]);
-    };
-    const auto promote = [&](const auto& sums) {
+      for (int i = 0; i < Scales::kRhsBlocks; ++i) factors[i] = own * fabsf(scales.rhs[i]);
+      scales = scales_of.At(min(k_tile + 1, work.last - 1));
+      const auto promote = [&](const auto& sums, float factor) {
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) promoted[0][i] += sums[0][i] * factors[i / 32];
-    };
-    const auto begin_first = [&](bool in_f16) {
+        for (int i = 0; i < kColumns / 2; ++i) promoted[0][i] += sums[0][i] * (factors[i / 32] * factor);
+      };
       if (in_f16) {
-        multiply.template operator()<__half>(first_sums, false);
+        multiply.template operator()<__half>(false);
       } else {
-        multiply.template operator()<float>(first_sums, false);
+        multiply.template operator()<float>(false);
+        hopper::WaitProducts<0>();
+        release();
+        multiply.template operator()<float>(true);
       }
-    };
-    const auto end_first = [&](bool in_f16) {
-      if (in_f16) {
-        multiply.template operator()<__half>(first_sums, true);
-      } else {
-        multiply.template operator()<float>(first_sums, true);
-        multiply.template operator()<float>(first_sums, true);
-      }
-    };
-    const auto end_second = [&](bool in_f16) {
-      multiply.template operator()<float>(sums, true);
-      if (!in_f16) multiply.template operator()<float>(sums, true);
-    };
-    Parts parts = parts_of.At(work.first);
-    if (Tile::kMultipliers == 1 || warpgroup == 0) {
-      for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
-        const bool in_f16 = parts.InF16();
-        set_factors(parts);
-        parts = parts_of.At(min(k_tile + 1, work.last - 1));
-        begin_first(in_f16);
-        end_first(in_f16);
-        multiply.template operator()<float>(sums, false);
-        promote(first_sums);
-        end_second(in_f16);
-        settle();
-        promote(sums);
-      }
-    } else {
-      bool in_f16 = parts.InF16();
-      begin_first(in_f16);
-      end_first(in_f16);
-      settle();
-      set_factors(parts);
-      promote(first_sums);
-      for (int k_tile = work.first + 1; k_tile < work.last; ++k_tile) {
-        parts = parts_of.At(k_tile);
-        multiply.template operator()<float>(sums, false);
-        end_second(in_f16);
-        in_f16 = parts.InF16();
-        begin_first(in_f16);
-        promote(sums);
-        end_first(in_f16);
-        set_factors(parts);
-        settle();
-        promote(first_sums);
-      }
-      multiply.template operator()<float>(sums, false);
-      end_second(in_f16);
-      settle();
-      promote(sums);
+      hopper::WaitProducts<1>();
+      promote(mixed, kLowScale);
+      hopper::WaitProducts<0>();
+      release();
+      promote(high, 1);
     }
-    hopper::WaitProducts<0>();
     store.AwaitBias();
     if constexpr (Tile::kSplitsInCluster) {
       if (arguments.cluster > 1 && !SumCluster<Tile>(arguments, ring.stages, warpgroup, promoted)) return;

@@ -34,19 +34,20 @@ template <class Tile>
 struct Ring {
   uint32_t stages, barriers;
 
-  __device__ uint32_t Lhs(int stage) const { return stages + stage * Tile::kStageBytes; }
-  __device__ uint32_t Rhs(int stage) const { return Lhs(stage) + Tile::kLhsBytes; }
+  __device__ uint32_t Lhs(int stage, int part = 0) const {
+    return stages + stage * Tile::kStageBytes + part * Tile::kLhsBytes;
+  }
+  __device__ uint32_t Rhs(int stage, int part = 0) const { return Lhs(stage, Tile::kParts) + part * Tile::kRhsBytes; }
   __device__ Barrier Full(int stage) const { return {barriers + stage * 8}; }
   __device__ Barrier Empty(int stage) const { return {barriers + (Tile::kStages + stage) * 8}; }
 };
 
-// Begins the products of a stage, from the first_block-th 64 rows of lhs on. A, B: what its 128-byte rows are of; add:
-// to the sums.
+// Begins the products of two tiles in shared memory, of the warpgroup's rows of lhs. A, B: what their 128-byte rows are
+// of; add: to the sums.
 template <class A, class B, class Tile, class P>
-__device__ void BeginProducts(const Ring<Tile>& ring, int stage, int first_block,
-                              float (&sums)[Tile::kBlocks][Tile::kColumns / 2], bool add) {
-  const uint64_t lhs = hopper::Descriptor(ring.Lhs(stage) + first_block * kBlockBytes);
-  const uint64_t rhs = hopper::Descriptor(ring.Rhs(stage));
+__device__ void BeginProducts(uint32_t lhs_tile, uint32_t rhs_tile, float (&sums)[Tile::kBlocks][Tile::kColumns / 2],
+                              bool add) {
+  const uint64_t lhs = hopper::Descriptor(lhs_tile), rhs = hopper::Descriptor(rhs_tile);
   hopper::FenceRegisters();
 #pragma unroll
   for (int step = 0; step < hopper::kSteps; ++step)

@@ -162,7 +162,9 @@ using WgmmaTiles =
           WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 1, 4>, WgmmaTile<128, 256, 2, 4>,
           WgmmaTile<256, 192, 2, 3, Schedule::kCooperative, 1, 3>>;
 // Promoted sums take twice the registers, those of operands in parts three times.
-using PartsTiles = Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>>;
+template <int kRows, int kColumns, int kMultipliers, int kStages>
+using PartsTile = WgmmaTile<kRows, kColumns, kMultipliers, kStages, Schedule::kCooperative, 1, 2, 2>;
+using PartsTiles = Types<PartsTile<64, 64, 1, 6>, PartsTile<64, 128, 1, 4>, PartsTile<128, 128, 2, 3>>;
 using PromotedTiles =
     Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 192, 2, 4>>;
 

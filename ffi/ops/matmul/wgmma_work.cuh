@@ -23,11 +23,13 @@ using hopper::Major;
 enum class Schedule { kCooperative, kPingPong };
 
 // The result's tile of one block, the warpgroups that multiply, and the stages of the ring. Less than 64 rows are for
-// products of no more rows: only these are loaded; what is multiplied beyond them is never stored.
+// products of no more rows: only these are loaded; what is multiplied beyond them is never stored. kParts: tiles of
+// each operand in a stage.
 template <int kRows_, int kColumns_, int kMultipliers_, int kStages_, Schedule kSchedule_ = Schedule::kCooperative,
-          int kResident_ = 1, int kStaging_ = 2>
+          int kResident_ = 1, int kStaging_ = 2, int kParts_ = 1>
 struct WgmmaTile {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kMultipliers = kMultipliers_, kStages = kStages_;
+  static constexpr int kParts = kParts_;
   static constexpr bool kPingPong = kSchedule_ == Schedule::kPingPong;
   static constexpr int kResident = kResident_;  // blocks of a multiprocessor
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
@@ -36,7 +38,7 @@ struct WgmmaTile {
   // With more sums than these in registers there is no room for a store that is not the copy engine's.
   static constexpr bool kStoresAnyRows = kBlocks * kColumns <= 256;
   static constexpr int kLhsBytes = kRows * hopper::kBoxRowBytes, kRhsBytes = kColumns * hopper::kBoxRowBytes;
-  static constexpr int kStageBytes = kLhsBytes + kRhsBytes;
+  static constexpr int kStageBytes = kParts * (kLhsBytes + kRhsBytes);
   static constexpr int kStagingBuffers = kStaging_;  // of 64 rows by 128 bytes: a warpgroup's results on their way out
   static constexpr int kStagingBytes = kStagingBuffers * kBlockBytes;
   static constexpr int kBarrierBytes = 2 * kStages * 8;
@@ -52,7 +54,7 @@ struct WgmmaTile {
 
 // What is multiplied, and how. T, V: the operands' types (float: TF32). kPromotes: the tensor cores' sums, which are
 // truncated at each step, are added to f32 sums in registers after every few k tiles. kInParts: f32 operands that
-// SplitOperands has split, see TileParts.
+// SplitOperands has split.
 template <class T_, class V_, Major kLhs_, Major kRhs_, bool kPromotes_ = false, bool kInParts_ = false>
 struct Product {
   using T = T_;
