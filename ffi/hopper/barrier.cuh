@@ -50,16 +50,19 @@ __device__ inline uint32_t ClusterRank() {
 }
 __device__ inline void ClusterArrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 __device__ inline void ClusterWait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// A float in the shared memory of the cluster's block `rank`, at the address that it has in this block.
-__device__ inline float LoadFrom(uint32_t rank, uint32_t address) {
+// Where the cluster's block `rank` has what this block has at `address` of its shared memory, and what is there.
+__device__ inline uint32_t AddressIn(uint32_t rank, uint32_t address) {
   uint32_t there;
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-  return value;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
 }
-__device__ inline void StoreShared(uint32_t address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+__device__ inline float4 LoadFromCluster(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
 }
 
 // Gives registers of this warpgroup back, or takes such, so that it has kCount a thread.

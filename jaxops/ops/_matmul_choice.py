@@ -75,9 +75,9 @@ class Tile(NamedTuple):
 class Arithmetic(NamedTuple):
     """How elements are multiplied: their bytes, TFLOP/s at best, whether in parts, and whether sums are promoted.
 
-    In parts: f32 in full precision is a high and a low part, of which the tensor cores multiply high high in TF32, and
-    low high and high low in f16. Promoted sums are added to f32 registers after every k tile, because the tensor cores'
-    own are truncated (to 14 bits for 8-bit operands); those of products in parts twice in every k tile.
+    In parts: f32 in full precision is a high and a low part in f16, of which the tensor cores multiply high high, high
+    low and low high. Promoted sums are added to f32 registers after every k tile, because the tensor cores' own are
+    truncated (to 14 bits for 8-bit operands); those of products in parts always are.
     """
 
     itemsize: int
@@ -94,7 +94,7 @@ class Arithmetic(NamedTuple):
 ARITHMETICS = {
     "16bit": Arithmetic(2, 820, False, False),
     "tf32": Arithmetic(4, 415, False, False),
-    "f32": Arithmetic(4, 1 / (1 / 415 + 2 / 820), True, False),
+    "f32": Arithmetic(4, 820 / 3, True, False),
     "f8": Arithmetic(1, 1530, False, True),
     "f8 fast": Arithmetic(1, 1530, False, False),
 }
@@ -110,11 +110,16 @@ _COMMON_TILES = (
     Tile(256, 192, False, 0.98, stores_any_rows=False),
 )
 _PARTS_TILES = (
+    Tile(64, 64, False, 0.5, clusters=True),
+    Tile(64, 128, False, 0.63, clusters=True),
+    Tile(128, 128, False, 0.84, clusters=True),
+)
+_PROMOTED_TILES = (
     Tile(64, 64, False, 0.4, clusters=True),
     Tile(64, 128, False, 0.65, clusters=True),
     Tile(128, 128, False, 0.85, clusters=True),
+    Tile(128, 192, False, 0.9),
 )
-_PROMOTED_TILES = (*_PARTS_TILES, Tile(128, 192, False, 0.9))
 _FAST_F8_TILES = (_COMMON_TILES[2], _COMMON_TILES[4], _COMMON_TILES[6])
 TILES = {
     "16bit": _COMMON_TILES,
@@ -202,7 +207,6 @@ def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, dev
     compute = waves * (2 * max(tile.rows, 64) * tile.columns * depth / rate) + store
     read = batches * (m * k + k * n) * itemsize
     shared = blocks / splits * (min(tile.rows, m) + min(tile.columns, n)) * k * itemsize
-    shared *= 2 if arithmetic.in_parts else 1
     written = batches * m * n * (4 * splits if partials else product.result_bytes)
     busy = min(1, blocks / device.multiprocessors)  # the share of the multiprocessors that load
     time = max(compute, (read + written) / _MEMORY / busy**0.5, shared / _L2 / busy) + _FILL
@@ -242,7 +246,17 @@ def _best_tile(product: Product, device: Device, finished: bool = False) -> tupl
     return min(found)[3:]
 
 
-def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | None:
+def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
+    """Whether f32 in parts is expected to be faster than XLA, and hardly slower where f16 holds none of the parts."""
+    m, n, k, batches = product.m, product.n, product.k, product.batches
+    xla = 3 + 2 * m * n * k * batches / 45e6
+    split = batches * (m * k + k * n) * 8 / 3.5e6
+    multiply = 1.3 * _microseconds(product, *_best_tile(product, device, finished), device, finished)
+    fixed = 2 * _KERNEL  # a flag cleared and two kernels that find nothing to do
+    return split + multiply + fixed < 0.95 * xla and 2.5 * split + 1.5 * multiply + fixed < 1.2 * xla
+
+
+def _slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
     """Why XLA's dot is chosen, for products where it was measured to be faster (benchmarks/TUNING.md)."""
     m, n, k = product.m, product.n, product.k
     operations = 2 * m * n * k * product.batches
@@ -250,16 +264,15 @@ def _slower_than_xla(product: Product, activation: bool, bias: bool) -> str | No
     side = min(m, n if product.triangle == "result" else k)
     if product.triangle and product.arithmetic == "16bit" and side >= 512 and not any(_copies(product)):
         return None  # XLA multiplies the other half as well
+    if product.arithmetic == "f32":
+        if k < 64:
+            return "sums of less than 64 products: XLA's have no larger an error"
+        return None if _parts_pay_off(product, device, activation or bias) else "splitting the operands takes too long"
     if product.batches > 1:
         return "batches: XLA's own dot was faster in 16 bits, and nothing else was compared"
     if product.arithmetic == "tf32":
         # Operands must be rounded, and laid along k, by a copy; XLA's kernels do it on the way.
         return None if unaligned and operations >= 1e10 else "TF32 operands would have to be copied to be rounded"
-    if product.arithmetic == "f32":
-        # Splitting the other operand in parts takes as long as the product; short sums of it are less exact than XLA's.
-        if min(m, n, k) < 256:
-            return "a narrow product in full precision"
-        return None if operations >= 4e9 else "a small product in full precision"
     if product.arithmetic != "16bit":
         if operations < 1.5e10:
             return "a small product of 8-bit floats"
@@ -295,6 +308,6 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
         if product.arithmetic == "16bit" and any(_copies(product)):
             return Choice("general", "rows that are not aligned to 16 bytes")
         return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
-    if why := _slower_than_xla(product, activation, bias):
+    if why := _slower_than_xla(product, device, activation, bias):
         return Choice("xla", why)
     return with_tile(product, *_best_tile(product, device, activation or bias))

@@ -18,17 +18,19 @@ enum class Accuracy { kFull, kNarrow };
 template <class U>
 inline constexpr Accuracy kAccuracyFor = sizeof(U) == 2 ? Accuracy::kNarrow : Accuracy::kFull;
 
+__device__ inline float NarrowExp2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+inline constexpr float kLog2E = 1.4426950408889634f;
 // Within 2 units in the last place of e^x, in a third of expf's instructions: 2^t of the rounded product t = x log2(e),
 // times what the rounding left out.
 template <Accuracy kAccuracy = Accuracy::kFull>
 __device__ float Exp(float x) {
-  constexpr float kLog2E = 1.4426950408889634f, kLow = 1.9259629911266175e-8f, kLn2 = 0.6931471805599453f;
+  constexpr float kLow = 1.9259629911266175e-8f, kLn2 = 0.6931471805599453f;
   const float t = x * kLog2E;
-  if constexpr (kAccuracy == Accuracy::kNarrow) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
-    return power;
-  }
+  if constexpr (kAccuracy == Accuracy::kNarrow) return NarrowExp2(t);
   const float rest = fmaf(x, kLow, fmaf(x, kLog2E, -t)), power = exp2f(t);
   return isinf(power) || power == 0 ? power : fmaf(power, rest * kLn2, power);
 }
@@ -74,7 +76,15 @@ __device__ void Activate(Activation activation, float (&z)[kCount]) {
       each([](float x) { return x < 0 ? 0.0f : x; });  // NaN stays NaN
       break;
     case Activation::kGelu:  // z / 2 (1 + tanh(u)) = z / (1 + exp(-2 u))
-      each([](float x) { return Divide<kAccuracy>(x, 1 + Exp<kAccuracy>(x * fmaf(x * x, kGeluCubic, kGeluLinear))); });
+      if constexpr (kAccuracy == Accuracy::kNarrow) {
+        each([](float x) {
+          const float power = NarrowExp2(x * fmaf(x * x, kGeluCubic * kLog2E, kGeluLinear * kLog2E));
+          return Divide<kAccuracy>(x, 1 + power);
+        });
+      } else {
+        each(
+            [](float x) { return Divide<kAccuracy>(x, 1 + Exp<kAccuracy>(x * fmaf(x * x, kGeluCubic, kGeluLinear))); });
+      }
       break;
     case Activation::kGeluExact:  // z / 2 erfc(-z / sqrt(2))
       each([](float x) { return 0.5f * x * Erfc<kAccuracy>(x * -0.7071067811865476f); });
@@ -163,12 +173,8 @@ __device__ inline Tile TileOf(const Problem& p, int64_t block, int tile_rows, in
   return {(band * kBand + within % height) * tile_rows, within / height * tile_columns, batch};
 }
 
-// Launches one block a tile.
-template <class Kernel>
-cudaError_t LaunchTiles(cudaStream_t stream, Kernel kernel, const Problem& p, int tile_rows, int tile_columns,
-                        int threads, int shared_bytes) {
-  const int64_t tiles = ((p.m + tile_rows - 1) / tile_rows) * ((p.n + tile_columns - 1) / tile_columns) * p.batches;
-  return Launch(stream, kernel, {tiles, threads, 1, static_cast<size_t>(shared_bytes)}, p);
+inline int64_t CountTiles(const Problem& p, int tile_rows, int tile_columns) {
+  return ((p.m + tile_rows - 1) / tile_rows) * ((p.n + tile_columns - 1) / tile_columns) * p.batches;
 }
 
 }  // namespace jaxops::matmul

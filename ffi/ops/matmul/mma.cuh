@@ -181,7 +181,8 @@ cudaError_t LaunchMmaAligned(cudaStream_t stream, const Problem& p) {
       p.lhs_transposed
           ? (p.rhs_transposed ? MmaMatmul<T, U, true, true, kAligned> : MmaMatmul<T, U, true, false, kAligned>)
           : (p.rhs_transposed ? MmaMatmul<T, U, false, true, kAligned> : MmaMatmul<T, U, false, false, kAligned>);
-  return LaunchTiles(stream, kernel, p, MmaTile::kRows, MmaTile::kColumns, MmaTile::kThreads, MmaTile::kSharedBytes);
+  const Grid grid = {CountTiles(p, MmaTile::kRows, MmaTile::kColumns), MmaTile::kThreads, 1, MmaTile::kSharedBytes};
+  return Launch(stream, kernel, grid, p);
 }
 
 template <class T, class U>

@@ -133,109 +133,126 @@ __device__ inline float ScaleOfBlock(uint32_t large, uint32_t small) {
   return -PowerOfTwo(-(shift > 0 ? min(shift, kMost) : max(min(shift + 42, 0), -kMost)));
 }
 
-// Splits both operands, a block of 64 x 64 elements at a time. First in f16, with the scales; flags[0] is set to 1 if
-// there are infinite or no numbers, as the products of their parts would not be IEEE's; flags[1 + i] if f16 does not
-// hold some block of k tile i. Then (kWide) those k tiles in TF32.
+// Splits a block of 64 x 64 elements in f16, and writes its scale; or (kWide) in TF32, by the scale that is there.
+// Sets flags as SplitOperands says.
 template <bool kWide>
-static __global__ void __launch_bounds__(kSplitThreads, 3)
-    SplitOperands(const __grid_constant__ SplitOperand lhs, const __grid_constant__ SplitOperand rhs,
-                  uint32_t lhs_blocks, uint32_t blocks, int32_t* flags) {
+__device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flags, CopyTile<float>& tile) {
   constexpr int kWarps = kSplitThreads / 32, kLines = kSplitThreads / 16, kEach = kCopySize / kLines;
-  __shared__ CopyTile<float> tile;
   __shared__ uint32_t most[kWarps], least[kWarps];
-  for (uint32_t index = blockIdx.x; index < blocks; index += gridDim.x) {
-    const bool second = index >= lhs_blocks;
-    const SplitOperand& to = second ? rhs : lhs;
-    const uint32_t block = index - (second ? lhs_blocks : 0), across = to.across(), down = to.down();
-    const uint32_t line = block / across, slice = line / down, k_tile = block - line * across;
-    if (kWide && !flags[1 + k_tile]) continue;
-    const int64_t rows = to.rows(), row0 = int64_t{line - slice * down} * kCopySize, k0 = int64_t{k_tile} * kCopySize;
-    {
-      const int64_t first_row = to.transposed ? k0 : row0, first_column = to.transposed ? row0 : k0;
-      const float* const source =
-          static_cast<const float*>(to.from.data) + (slice * to.from.rows + first_row) * to.from.columns + first_column;
-      constexpr int kStep = kSplitThreads / kCopySize, kFetched = kCopySize / kStep;
-      const int x = threadIdx.x % kCopySize, y = threadIdx.x / kCopySize;
-      float fetched[kFetched];  // all are read before the first is written
+  const uint32_t across = to.across(), down = to.down();
+  const uint32_t line = block / across, slice = line / down, k_tile = block - line * across;
+  const int64_t rows = to.rows(), row0 = int64_t{line - slice * down} * kCopySize, k0 = int64_t{k_tile} * kCopySize;
+  {
+    const int64_t first_row = to.transposed ? k0 : row0, first_column = to.transposed ? row0 : k0;
+    const float* const source =
+        static_cast<const float*>(to.from.data) + (slice * to.from.rows + first_row) * to.from.columns + first_column;
+    constexpr int kStep = kSplitThreads / kCopySize, kFetched = kCopySize / kStep;
+    const int x = threadIdx.x % kCopySize, y = threadIdx.x / kCopySize;
+    float fetched[kFetched];  // all are read before the first is written
 #pragma unroll
-      for (int i = 0; i < kFetched; ++i) {
-        const int line = y + i * kStep;
-        const bool inside = first_row + line < to.from.rows && first_column + x < to.from.columns;
-        fetched[i] = inside ? source[line * to.from.columns + x] : 0;
+    for (int i = 0; i < kFetched; ++i) {
+      const int line = y + i * kStep;
+      const bool inside = first_row + line < to.from.rows && first_column + x < to.from.columns;
+      fetched[i] = inside ? source[line * to.from.columns + x] : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kFetched; ++i) tile[y + i * kStep][x] = fetched[i];
+  }
+  __syncthreads();
+  // A thread has 4 adjacent elements along k of every kLines-th row.
+  constexpr int kPitch = sizeof(tile[0]) / sizeof(float);
+  const int own_k = threadIdx.x % 16 * 4, own_row = threadIdx.x / 16;
+  const float* const own = &tile[0][0] + (to.transposed ? own_k * kPitch + own_row : own_row * kPitch + own_k);
+  const int row_step = kLines * (to.transposed ? 1 : kPitch), k_step = to.transposed ? kPitch : 1;
+  float values[kEach][4];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) values[i][j] = own[i * row_step + j * k_step];
+  float scale;
+  if constexpr (kWide) {
+    scale = to.scales[block];
+  } else {
+    uint32_t large = 0, small = ~0u;
+#pragma unroll
+    for (const auto& row : values)
+#pragma unroll
+      for (const float value : row) {
+        const uint32_t bits = __float_as_uint(value) & 0x7fffffffu;
+        large = max(large, bits);
+        small = min(small, bits - 1);  // zeros come last
       }
-      if (kWide) __syncthreads();  // the last block has been read
-#pragma unroll
-      for (int i = 0; i < kFetched; ++i) tile[y + i * kStep][x] = fetched[i];
+    large = __reduce_max_sync(~0u, large);
+    small = __reduce_min_sync(~0u, small);
+    if (threadIdx.x % 32 == 0) {
+      most[threadIdx.x / 32] = large;
+      least[threadIdx.x / 32] = small;
     }
     __syncthreads();
-    // A thread has 4 adjacent elements along k of every kLines-th row.
-    constexpr int kPitch = sizeof(tile[0]) / sizeof(float);
-    const int own_k = threadIdx.x % 16 * 4, own_row = threadIdx.x / 16;
-    const float* const own = &tile[0][0] + (to.transposed ? own_k * kPitch + own_row : own_row * kPitch + own_k);
-    const int row_step = kLines * (to.transposed ? 1 : kPitch), k_step = to.transposed ? kPitch : 1;
-    float values[kEach][4];
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) values[i][j] = own[i * row_step + j * k_step];
-    float scale;
-    if constexpr (kWide) {
-      scale = to.scales[block];
-    } else {
-      uint32_t large = 0, small = ~0u;
-#pragma unroll
-      for (const auto& row : values)
-#pragma unroll
-        for (const float value : row) {
-          const uint32_t bits = __float_as_uint(value) & 0x7fffffffu;
-          large = max(large, bits);
-          small = min(small, bits - 1);  // zeros come last
-        }
-      large = __reduce_max_sync(~0u, large);
-      small = __reduce_min_sync(~0u, small);
-      if (threadIdx.x % 32 == 0) {
-        most[threadIdx.x / 32] = large;
-        least[threadIdx.x / 32] = small;
-      }
-      __syncthreads();
-      large = __reduce_max_sync(~0u, most[threadIdx.x % kWarps]);
-      small = __reduce_min_sync(~0u, least[threadIdx.x % kWarps]);
-      scale = ScaleOfBlock(large, small + 1);
-      if (threadIdx.x == 0) {
-        to.scales[block] = scale;
-        if (large >> 23 == 255) flags[0] = 1;  // every writer writes the same
-        if (scale < 0) flags[1 + k_tile] = 1;
-      }
-      if (scale < 0) continue;
+    large = __reduce_max_sync(~0u, most[threadIdx.x % kWarps]);
+    small = __reduce_min_sync(~0u, least[threadIdx.x % kWarps]);
+    scale = ScaleOfBlock(large, small + 1);
+    if (threadIdx.x == 0) {
+      to.scales[block] = scale;
+      if (large >> 23 == 255) flags[0] = 1;  // every writer writes the same
+      if (scale < 0) flags[1 + k_tile] = 1;
     }
-    scale = 1 / fabsf(scale);
+    if (scale < 0) return;
+  }
+  scale = 1 / fabsf(scale);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int64_t row = row0 + own_row + i * kLines;
-      if (row >= rows) continue;
-      float high[4], low[4];
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t row = row0 + own_row + i * kLines;
+    if (row >= rows) continue;
+    float high[4], low[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float x = values[i][j] * scale;
-        high[j] = Round(x);
-        low[j] = (x - high[j]) * (1 / kLowScale);
-      }
-      const int64_t part = rows * to.stride;
-      float* const out = to.parts + slice * kSplitSlices * part + row * to.stride;
-      if constexpr (kWide) {
-        StoreVector(reinterpret_cast<float4*>(out + part + k0 + own_k),
-                    make_float4(high[0], high[1], high[2], high[3]));
-        StoreVector(reinterpret_cast<float4*>(out + 2 * part + k0 + own_k),
-                    make_float4(Round(low[0]), Round(low[1]), Round(low[2]), Round(low[3])));
-      } else {
-        __half* const halves = reinterpret_cast<__half*>(out) + k0 + own_k;
-        StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves), ToPack<__half, 4>([&](int j) { return high[j]; }));
-        StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves + to.stride),
-                    ToPack<__half, 4>([&](int j) { return low[j]; }));
-      }
+    for (int j = 0; j < 4; ++j) {
+      const float x = values[i][j] * scale;
+      high[j] = Round(x);
+      low[j] = (x - high[j]) * (1 / kLowScale);
+    }
+    const int64_t part = rows * to.stride;
+    float* const out = to.parts + slice * kSplitSlices * part + row * to.stride;
+    if constexpr (kWide) {
+      StoreVector(reinterpret_cast<float4*>(out + part + k0 + own_k), make_float4(high[0], high[1], high[2], high[3]));
+      StoreVector(reinterpret_cast<float4*>(out + 2 * part + k0 + own_k),
+                  make_float4(Round(low[0]), Round(low[1]), Round(low[2]), Round(low[3])));
+    } else {
+      __half* const halves = reinterpret_cast<__half*>(out) + k0 + own_k;
+      StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves), ToPack<__half, 4>([&](int j) { return high[j]; }));
+      StoreVector(reinterpret_cast<Pack<__half, 4>*>(halves + to.stride),
+                  ToPack<__half, 4>([&](int j) { return low[j]; }));
     }
   }
 }
+
+// Splits both operands. First in f16: flags[0] is set to 1 if there are infinite or no numbers, as the products of
+// their parts would not be IEEE's, flags[1 + i] if f16 does not hold some block of k tile i. Then (kWide) those k tiles
+// in TF32; by few blocks, as mostly there are none.
+template <bool kWide>
+__global__ void __launch_bounds__(kSplitThreads, 4)
+    SplitOperands(const __grid_constant__ SplitOperand lhs, const __grid_constant__ SplitOperand rhs,
+                  uint32_t lhs_blocks, uint32_t blocks, int32_t* flags) {
+  __shared__ CopyTile<float> tile;
+  const auto split = [&](uint32_t index) {
+    const bool second = index >= lhs_blocks;
+    SplitBlock<kWide>(second ? rhs : lhs, index - (second ? lhs_blocks : 0), flags, tile);
+  };
+  if constexpr (!kWide) {
+    split(blockIdx.x);
+  } else {
+    const uint32_t depth = lhs.across();
+    bool any = false;
+    for (uint32_t i = threadIdx.x; i < depth; i += kSplitThreads) any |= flags[1 + i] != 0;
+    if (!__syncthreads_or(any)) return;
+    for (uint32_t index = blockIdx.x; index < blocks; index += gridDim.x) {
+      if (!flags[1 + (index >= lhs_blocks ? index - lhs_blocks : index) % depth]) continue;
+      split(index);
+      __syncthreads();  // the tile has been read
+    }
+  }
+}
+inline constexpr int kWideBlocks = 512;
 
 // flags: [1 + k tiles].
 inline cudaError_t LaunchSplit(cudaStream_t stream, const SplitOperand& lhs, const SplitOperand& rhs, int32_t* flags) {
@@ -244,7 +261,7 @@ inline cudaError_t LaunchSplit(cudaStream_t stream, const SplitOperand& lhs, con
   cudaError_t status = cudaMemsetAsync(flags, 0, (1 + lhs.across()) * sizeof(*flags), stream);
   if (status == cudaSuccess)
     status = Launch(stream, SplitOperands<false>, {blocks, kSplitThreads}, lhs, rhs, lhs_blocks, blocks, flags);
-  const Grid few = {std::min<int64_t>(blocks, 512), kSplitThreads};  // mostly there is nothing to do
+  const Grid few = {std::min<int64_t>(blocks, kWideBlocks), kSplitThreads};
   if (status == cudaSuccess) status = Launch(stream, SplitOperands<true>, few, lhs, rhs, lhs_blocks, blocks, flags);
   return status;
 }

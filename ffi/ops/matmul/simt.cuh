@@ -52,62 +52,64 @@ struct SimtOperand {
 };
 
 template <class A, bool kLhsTransposed, bool kRhsTransposed>
-__global__ void __launch_bounds__(SimtTile<A>::kThreads) SimtMatmul(const Problem p) {
+__global__ void __launch_bounds__(SimtTile<A>::kThreads) SimtMatmul(const Problem p, int64_t tiles) {
   using Shape = SimtTile<A>;
   constexpr int kQuad = Shape::kQuad;
   if (p.only_if && !*p.only_if) return;
   __shared__ alignas(16) A lhs_tiles[2][Shape::kDepth][Shape::kPitch], rhs_tiles[2][Shape::kDepth][Shape::kPitch];
-  const Tile tile = TileOf(p, blockIdx.x, Shape::kSize, Shape::kSize);
-  const Offsets offsets = p.batch.At(tile.batch);
-  SimtOperand<A, !kLhsTransposed> lhs = {
-      static_cast<const A*>(p.lhs) + offsets.lhs, kLhsTransposed ? p.m : p.k, p.m, p.k, tile.row, {}};
-  SimtOperand<A, kRhsTransposed> rhs = {
-      static_cast<const A*>(p.rhs) + offsets.rhs, kRhsTransposed ? p.k : p.n, p.n, p.k, tile.column, {}};
-  const int y = threadIdx.x / 16 * kQuad, x = threadIdx.x % 16 * kQuad;
-  A sums[2 * kQuad][2 * kQuad] = {};
+  for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const Tile tile = TileOf(p, index, Shape::kSize, Shape::kSize);
+    const Offsets offsets = p.batch.At(tile.batch);
+    SimtOperand<A, !kLhsTransposed> lhs = {
+        static_cast<const A*>(p.lhs) + offsets.lhs, kLhsTransposed ? p.m : p.k, p.m, p.k, tile.row, {}};
+    SimtOperand<A, kRhsTransposed> rhs = {
+        static_cast<const A*>(p.rhs) + offsets.rhs, kRhsTransposed ? p.k : p.n, p.n, p.k, tile.column, {}};
+    const int y = threadIdx.x / 16 * kQuad, x = threadIdx.x % 16 * kQuad;
+    A sums[2 * kQuad][2 * kQuad] = {};
 
-  lhs.Fetch(0);
-  rhs.Fetch(0);
-  lhs.Put(lhs_tiles[0]);
-  rhs.Put(rhs_tiles[0]);
-  __syncthreads();
-  int current = 0;
-  for (int64_t k = 0; k < p.k; k += Shape::kDepth, current ^= 1) {
-    const bool more = k + Shape::kDepth < p.k;
-    if (more) {
-      lhs.Fetch(k + Shape::kDepth);
-      rhs.Fetch(k + Shape::kDepth);
-    }
-#pragma unroll
-    for (int d = 0; d < Shape::kDepth; ++d) {
-      Pack<A, kQuad> a[2], b[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        a[half] = *reinterpret_cast<const Pack<A, kQuad>*>(&lhs_tiles[current][d][y + half * Shape::kSize / 2]);
-        b[half] = *reinterpret_cast<const Pack<A, kQuad>*>(&rhs_tiles[current][d][x + half * Shape::kSize / 2]);
+    lhs.Fetch(0);
+    rhs.Fetch(0);
+    lhs.Put(lhs_tiles[0]);
+    rhs.Put(rhs_tiles[0]);
+    __syncthreads();
+    int current = 0;
+    for (int64_t k = 0; k < p.k; k += Shape::kDepth, current ^= 1) {
+      const bool more = k + Shape::kDepth < p.k;
+      if (more) {
+        lhs.Fetch(k + Shape::kDepth);
+        rhs.Fetch(k + Shape::kDepth);
       }
 #pragma unroll
-      for (int i = 0; i < 2 * kQuad; ++i)
+      for (int d = 0; d < Shape::kDepth; ++d) {
+        Pack<A, kQuad> a[2], b[2];
 #pragma unroll
-        for (int j = 0; j < 2 * kQuad; ++j)
-          sums[i][j] = fma(a[i / kQuad].lane[i % kQuad], b[j / kQuad].lane[j % kQuad], sums[i][j]);
+        for (int half = 0; half < 2; ++half) {
+          a[half] = *reinterpret_cast<const Pack<A, kQuad>*>(&lhs_tiles[current][d][y + half * Shape::kSize / 2]);
+          b[half] = *reinterpret_cast<const Pack<A, kQuad>*>(&rhs_tiles[current][d][x + half * Shape::kSize / 2]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * kQuad; ++i)
+#pragma unroll
+          for (int j = 0; j < 2 * kQuad; ++j)
+            sums[i][j] = fma(a[i / kQuad].lane[i % kQuad], b[j / kQuad].lane[j % kQuad], sums[i][j]);
+      }
+      if (more) {
+        lhs.Put(lhs_tiles[current ^ 1]);
+        rhs.Put(rhs_tiles[current ^ 1]);
+      }
+      __syncthreads();
     }
-    if (more) {
-      lhs.Put(lhs_tiles[current ^ 1]);
-      rhs.Put(rhs_tiles[current ^ 1]);
-    }
-    __syncthreads();
-  }
 
 #pragma unroll
-  for (int i = 0; i < 2 * kQuad; ++i) {
+    for (int i = 0; i < 2 * kQuad; ++i) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      A values[kQuad];
+      for (int half = 0; half < 2; ++half) {
+        A values[kQuad];
 #pragma unroll
-      for (int j = 0; j < kQuad; ++j) values[j] = sums[i][half * kQuad + j];
-      StoreRow<A, kQuad>(p, tile.batch, offsets, tile.row + y + i / kQuad * (Shape::kSize / 2) + i % kQuad,
-                         tile.column + x + half * (Shape::kSize / 2), values);
+        for (int j = 0; j < kQuad; ++j) values[j] = sums[i][half * kQuad + j];
+        StoreRow<A, kQuad>(p, tile.batch, offsets, tile.row + y + i / kQuad * (Shape::kSize / 2) + i % kQuad,
+                           tile.column + x + half * (Shape::kSize / 2), values);
+      }
     }
   }
 }
@@ -116,7 +118,9 @@ template <class A>
 cudaError_t LaunchSimt(cudaStream_t stream, const Problem& p) {
   const auto kernel = p.lhs_transposed ? (p.rhs_transposed ? SimtMatmul<A, true, true> : SimtMatmul<A, true, false>)
                                        : (p.rhs_transposed ? SimtMatmul<A, false, true> : SimtMatmul<A, false, false>);
-  return LaunchTiles(stream, kernel, p, SimtTile<A>::kSize, SimtTile<A>::kSize, SimtTile<A>::kThreads, 0);
+  const int64_t tiles = CountTiles(p, SimtTile<A>::kSize, SimtTile<A>::kSize);
+  // Mostly nothing is to be done where a flag says so: the sooner all blocks have seen it the better.
+  return Launch(stream, kernel, {p.only_if ? std::min<int64_t>(tiles, 512) : tiles, SimtTile<A>::kThreads}, p, tiles);
 }
 
 }  // namespace jaxops::matmul

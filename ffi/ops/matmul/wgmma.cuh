@@ -75,7 +75,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
   using V = typename P::V;
   constexpr int kBlocks = Tile::kBlocks, kColumns = Tile::kColumns;
   const WgmmaWorks<Tile, P> works(arguments);
-  ResultStore<Tile, typename P::Narrow, sizeof(T) == 1> store(arguments, staging, bias, warpgroup);
+  ResultStore<Tile, typename P::Result, sizeof(T) == 1> store(arguments, staging, bias, warpgroup);
   RingPlace<Tile> place;
   float sums[kBlocks][kColumns / 2];
   float promoted[kBlocks][kColumns / 2];  // not used, hence no registers, without promotion

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/shared_memory.cuh"
 #include "hopper/barrier.cuh"
 #include "hopper/wgmma.cuh"
 #include "ops/matmul/wgmma_work.cuh"
@@ -64,9 +65,10 @@ __device__ void BeginProducts(uint32_t lhs_tile, uint32_t rhs_tile, float (&sums
 template <class Tile>
 __device__ bool SumCluster(const WgmmaArguments& arguments, uint32_t ring, int warpgroup,
                            float (&sums)[Tile::kBlocks][Tile::kColumns / 2]) {
-  constexpr int kCount = Tile::kColumns / 2;
-  const auto place = [&](int block, int i) {
-    return ring + (((warpgroup * Tile::kBlocks + block) * kCount + i) * kWarpgroup + threadIdx.x % kWarpgroup) * 4;
+  constexpr int kGroups = Tile::kColumns / 8;  // of 4 sums
+  const auto place = [&](int block, int group) {
+    return ring +
+           (((warpgroup * Tile::kBlocks + block) * kGroups + group) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   };
   const bool first = hopper::ClusterRank() == 0;
   if (!first) {
@@ -74,16 +76,25 @@ __device__ bool SumCluster(const WgmmaArguments& arguments, uint32_t ring, int w
 #pragma unroll
     for (int block = 0; block < Tile::kBlocks; ++block)
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) hopper::StoreShared(place(block, i), sums[block][i]);
+      for (int group = 0; group < kGroups; ++group) {
+        const float* const own = &sums[block][group * 4];
+        StoreShared(place(block, group), make_float4(own[0], own[1], own[2], own[3]));
+      }
   }
   hopper::ClusterArrive();
   hopper::ClusterWait();
   if (first) {
-    for (int rank = 1; rank < arguments.cluster; ++rank)
+    for (int rank = 1; rank < arguments.cluster; ++rank) {
+      const uint32_t shift = hopper::AddressIn(rank, ring) - ring;
 #pragma unroll
       for (int block = 0; block < Tile::kBlocks; ++block)
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) sums[block][i] += hopper::LoadFrom(rank, place(block, i));
+        for (int group = 0; group < kGroups; ++group) {
+          float* const own = &sums[block][group * 4];
+          const float4 other = hopper::LoadFromCluster(place(block, group) + shift);
+          own[0] += other.x, own[1] += other.y, own[2] += other.z, own[3] += other.w;
+        }
+    }
   }
   hopper::ClusterArrive();  // see WgmmaMatmul for the wait
   return first;

@@ -4,6 +4,7 @@
 #define JAXOPS_OPS_MATMUL_WGMMA_STORE_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/async_copy.cuh"
 #include "core/types.cuh"
@@ -30,7 +31,7 @@ __device__ void SelectGroup(const float (&sums)[kBlocks][kSums], int index, floa
 
 // A warp's way from sums in registers to results in memory, 16 rows by 128 bytes at a time through shared memory.
 // kFreeScale: scales belong to the short code too.
-template <class Tile, class Narrow, bool kFreeScale>
+template <class Tile, class Result, bool kFreeScale>
 class ResultStore {
  public:
   using Sums = float[Tile::kBlocks][Tile::kColumns / 2];  // as in hopper::MultiplyAdd, 64 rows a block
@@ -63,14 +64,10 @@ class ResultStore {
 
   // The rows from `row` on and the columns of the work's tile.
   __device__ void Store(const Sums& sums, int row, const WgmmaWork& work) {
-    const Problem& p = arguments_.problem;
-    if (arguments_.wide_out) {
-      StoreFinished<float>(sums, row, work);
-    } else if (p.bias || p.activation != Activation::kNone || p.preactivation || !arguments_.boxes_out ||
-               (!kFreeScale && p.scale)) {
-      StoreFinished<Narrow>(sums, row, work);
+    if (std::is_same_v<Result, float> || arguments_.wide_out) {
+      StoreAs<float>(sums, row, work);
     } else {
-      StorePlain(sums, row, work);
+      StoreAs<Result>(sums, row, work);
     }
   }
 
@@ -129,9 +126,21 @@ class ResultStore {
     }
   }
 
+  template <class U>
+  __device__ void StoreAs(const Sums& sums, int row, const WgmmaWork& work) {
+    const Problem& p = arguments_.problem;
+    if (p.bias || p.activation != Activation::kNone || p.preactivation || !arguments_.boxes_out ||
+        (!kFreeScale && p.scale)) {
+      StoreFinished<U>(sums, row, work);
+    } else {
+      StorePlain<U>(sums, row, work);
+    }
+  }
+
   // Sums that are only rounded: short code, unrolled.
+  template <class U>
   __device__ void StorePlain(const Sums& sums, int row, const WgmmaWork& work) {
-    constexpr int kWidth = hopper::kBoxRowBytes / sizeof(Narrow);
+    constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U);
     const float scale = kFreeScale ? Scale(work) : 1;
 #pragma unroll
     for (int block = 0; block < Tile::kBlocks; ++block)
@@ -143,7 +152,7 @@ class ResultStore {
           float z[8];
 #pragma unroll
           for (int i = 0; i < 8; ++i) z[i] = sums[block][chunk * kWidth / 2 + group * 8 + i] * scale;
-          Stage<Narrow>(buffer, group, z);
+          Stage<U>(buffer, group, z);
         }
         HandOutBox(arguments_.out, buffer, row + block * 64, work.column + chunk * kWidth, work.slice);
       }
@@ -154,7 +163,8 @@ class ResultStore {
   template <class U>
   __device__ void StoreFinished(const Sums& sums, int first_row, const WgmmaWork& work) {
     // Columns of a buffer; of a group of sums, the more the better while there are registers.
-    constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U), kGroup = Tile::kBlocks * Tile::kColumns <= 256 ? 32 : 16;
+    constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U);
+    constexpr int kGroup = Tile::kBlocks * Tile::kColumns <= 256 ? kWidth : 16;
     constexpr int kGroups = Tile::kColumns / kGroup;
     const Problem& p = arguments_.problem;
     const float scale = Scale(work);
@@ -168,8 +178,10 @@ class ResultStore {
       }
       float z[kGroup / 2];
       SelectGroup<0, Tile::kBlocks * kGroups>(sums, index, z);
+      if (p.scale) {
 #pragma unroll
-      for (float& value : z) value *= scale;
+        for (float& value : z) value *= scale;
+      }
       if (HasColumnBias()) {
         AddColumnBias(z, bias_ + in_row * 4);
       } else if (p.bias) {

@@ -114,7 +114,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   arguments.boxes_out = p.n * out_bytes % 16 == 0 && IsAligned(q.out) && IsAligned(q.preactivation);
   if (!arguments.boxes_out && !Tile::kStoresAnyRows) return cudaErrorNotSupported;
   if (arguments.boxes_out && status == cudaSuccess) {
-    hopper::TensorView view = {q.out,     wide ? kCopyType<float> : kCopyType<typename P::Narrow>,
+    hopper::TensorView view = {q.out,     wide ? kCopyType<float> : kCopyType<typename P::Result>,
                                out_bytes, p.n,
                                p.m,       p.batches * (split ? plan.splits : 1),
                                p.n,       16};
@@ -137,7 +137,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   const int64_t packs = p.batches * p.m * tiles(p.n, kPartialCount);
   const Grid grid = {tiles(packs, 32), kPartialWarps * 32};
   return plan.wide_out ? Launch(stream, SumPartials<float>, grid, p, plan.partials, plan.splits)
-                       : Launch(stream, SumPartials<typename P::Narrow>, grid, p, plan.partials, plan.splits);
+                       : Launch(stream, SumPartials<typename P::Result>, grid, p, plan.partials, plan.splits);
 }
 
 // Rows along m are loaded 64 at a time.

@@ -62,8 +62,8 @@ struct Product {
   static constexpr Major kLhs = kLhs_, kRhs = kRhs_;
   static constexpr bool kPromotes = kPromotes_, kInParts = kInParts_;
   static constexpr int kDepth = hopper::kBoxRowBytes / sizeof(T) * (kInParts ? 2 : 1);  // of a k tile
-  // 16-bit results have the operands' type; those of 8-bit operands are bf16.
-  using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
+  // Results are f32, or as the operands; of 8-bit operands bf16.
+  using Result = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
 };
 
 // Which matrices of the operands a batch index multiplies.
@@ -123,7 +123,7 @@ struct WgmmaArguments {
   Raster raster;
   int cluster;                           // 1, or the splits of k: the parts of a tile are the blocks of a cluster
   int promote;                           // k tiles after which sums are promoted
-  bool wide_out;                         // results are f32
+  bool wide_out;                         // results are f32, whatever the operands
   bool boxes_out;                        // results can be stored by the copy engine
   const int32_t* unfit;                  // if not null and not 0: leave, another kernel does it
   const float *lhs_scales, *rhs_scales;  // of f32 in parts
