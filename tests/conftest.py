@@ -19,6 +19,11 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+# Of several processes each has a processor: NumPy's products with a thread for every processor would be in each
+# other's way.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 import numpy as np
 import pytest
