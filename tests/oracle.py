@@ -330,7 +330,7 @@ class Norm(_Oracle):
         return (y, Wanted(dx, rounded)) if "residual" in self.operands else (y,)
 
 
-def _activate(activation, z):
+def activate(activation, z):
     """f(z), f'(z) and a bound of |f''|."""
     real = z.dtype.type
     if activation is None:
@@ -339,12 +339,13 @@ def _activate(activation, z):
         return np.maximum(z, 0), (z > 0).astype(real), 0.0
     if activation == "gelu":
         c, d = real(math.sqrt(2 / math.pi)), real(0.044715)
-        t = np.tanh(c * (z + d * z**3))
-        return 0.5 * z * (1 + t), 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * c * (1 + 3 * d * z * z), 1.2
+        u = c * (z + d * z**3)
+        s, t = scipy.special.expit(2 * u), np.tanh(u)
+        return z * s, s + 0.5 * z * (1 - t * t) * c * (1 + 3 * d * z * z), 1.2
     if activation == "gelu_exact":
-        cdf = 0.5 * (1 + scipy.special.erf(z.astype(np.float64) / math.sqrt(2)).astype(real))
+        cdf = 0.5 * scipy.special.erfc(-z.astype(np.float64) / math.sqrt(2)).astype(real)
         return z * cdf, cdf + z * np.exp(-z * z / 2) / real(math.sqrt(2 * math.pi)), 1.2
-    s = 1 / (1 + np.exp(-z))
+    s = scipy.special.expit(z)
     return z * s, s * (1 + z * (1 - s)), 0.6
 
 
@@ -378,7 +379,7 @@ class Matmul(_Oracle):
             z, noise = z + more, noise + eps(self.acc) * (np.abs(z) + np.abs(more))
         self.z, self.z_noise = z, noise
         with np.errstate(all="ignore"):
-            self.f, self.slope, self.curvature = _activate(activation, z)
+            self.f, self.slope, self.curvature = activate(activation, z)
 
     def _rounding(self, left, right) -> np.ndarray:
         """Of a product: that of its factors, and of sums of k terms, which grows as the root of k."""
