@@ -250,10 +250,11 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
     """Whether f32 in parts is expected to be faster than XLA, and hardly slower where f16 holds none of the parts."""
     m, n, k, batches = product.m, product.n, product.k, product.batches
     xla = 3 + 2 * m * n * k * batches / 45e6
-    split = batches * (m * k + k * n) * 8 / 3.5e6
+    split = batches * (m * k + k * n) * 8 / 3.5e6  # 4 bytes read and 4 written; in TF32 4 and 8 more
     multiply = 1.3 * _microseconds(product, *_best_tile(product, device, finished), device, finished)
     fixed = 2 * _KERNEL  # a flag cleared and two kernels that find nothing to do
-    return split + multiply + fixed < 0.95 * xla and 2.5 * split + 1.5 * multiply + fixed < 1.2 * xla
+    held, not_held = split + multiply + fixed, 2.5 * split + 1.5 * multiply + fixed
+    return held < 0.95 * xla and not_held < 1.2 * xla
 
 
 def _slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
