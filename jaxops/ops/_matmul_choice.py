@@ -110,7 +110,6 @@ _COMMON_TILES = (
     Tile(256, 192, False, 0.98, stores_any_rows=False),
 )
 _PARTS_TILES = (
-    Tile(64, 64, False, 0.5, clusters=True),
     Tile(64, 128, False, 0.63, clusters=True),
     Tile(128, 128, False, 0.84, clusters=True),
 )

@@ -164,7 +164,7 @@ using WgmmaTiles =
 // Promoted sums take twice the registers, those of operands in parts three times.
 template <int kRows, int kColumns, int kMultipliers, int kStages>
 using PartsTile = WgmmaTile<kRows, kColumns, kMultipliers, kStages, Schedule::kCooperative, 1, 2, 2>;
-using PartsTiles = Types<PartsTile<64, 64, 1, 6>, PartsTile<64, 128, 1, 4>, PartsTile<128, 128, 2, 3>>;
+using PartsTiles = Types<PartsTile<64, 128, 1, 4>, PartsTile<128, 128, 2, 3>>;
 using PromotedTiles =
     Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 192, 2, 4>>;
 
