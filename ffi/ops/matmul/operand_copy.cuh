@@ -118,6 +118,11 @@ struct SplitOperand {
   __host__ __device__ uint32_t down() const { return static_cast<uint32_t>((rows() + kCopySize - 1) / kCopySize); }
 };
 inline constexpr int kSplitThreads = 512;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+inline constexpr int kSplitResident = 4;  // blocks of a multiprocessor that registers must allow
+#else
+inline constexpr int kSplitResident = 1;  // it does not run there; some hold 1536 threads
+#endif
 static_assert(kSplitBlock == kCopySize);
 
 __device__ inline float PowerOfTwo(int exponent) { return __int_as_float((exponent + 127) << 23); }
@@ -230,7 +235,7 @@ __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flag
 // their parts would not be IEEE's, flags[1 + i] if f16 does not hold some block of k tile i. Then (kWide) those k tiles
 // in TF32; by few blocks, as mostly there are none.
 template <bool kWide>
-__global__ void __launch_bounds__(kSplitThreads, 4)
+__global__ void __launch_bounds__(kSplitThreads, kSplitResident)
     SplitOperands(const __grid_constant__ SplitOperand lhs, const __grid_constant__ SplitOperand rhs,
                   uint32_t lhs_blocks, uint32_t blocks, int32_t* flags) {
   __shared__ CopyTile<float> tile;
