@@ -153,7 +153,7 @@ def matmul_call(
         results += [frames.Operand((parts, rows, -(-columns // depth) * depth), code)] if how else []
         scales += [frames.Operand((1, -(-rows // depth), -(-columns // depth)), 11)]
     results += [frames.Operand((splits, 1, m, n), 11)] if partials else []
-    results += [*scales, frames.Operand((1 + scales[0].shape[2],), 4)] if arithmetic.in_parts else []
+    results += [*scales, frames.Operand((3 + scales[0].shape[2],), 4)] if arithmetic.in_parts else []
     numbers = {
         "activation": 0,
         "triangle": 0,

@@ -86,6 +86,7 @@ class Case(NamedTuple):
     preactivation: bool = False
     scaled: bool = False
     triangle: str | None = None
+    wide: bool = False  # every third k tile of f32 in full precision is multiplied in TF32
 
     def draw(self, rng, operands: Operands) -> list[np.ndarray]:
         """Lhs and rhs, then scale and bias if there are; on the host, where nothing is compiled for it."""
@@ -96,6 +97,10 @@ class Case(NamedTuple):
             for i, (shape, d) in enumerate([(left, operands.lhs), (right, operands.rhs)])
         ]
         drawn = [rng.standard_normal(s).astype(np.float32).astype(d) for s, d in shapes]
+        if self.wide:
+            for x, axis in zip(drawn, (-1, -2), strict=True):
+                turned = self.layout[0 if axis == -1 else 1] == "T"
+                np.moveaxis(x, -3 - axis if turned else axis, 0)[::192, ..., 0] *= 2.0**-40
         if self.triangle == "lhs":
             drawn[0] *= np.tri(*left, dtype=drawn[0].dtype)
         wide, ones = accumulator(operands.lhs, operands.rhs, self.result), [1 for _ in self.batches[:1]]
@@ -197,7 +202,8 @@ def test_epilogues(operands, tile, splits, partials, force, rng):
 def test_batches(operands, tile, splits, partials, force, rng):
     force(tile, splits, partials)
     cases = [
-        Case(m, n, k, layout, result, batches, finished, "gelu" if finished else None, False, finished)
+        Case(m, n, k, layout, result, batches, finished, "gelu" if finished else None, False, finished, wide=wide)
+        for wide in {False, operands.arithmetic == "f32"}
         for m, n, k in ((130, 264, 704), (31, 129, 653))
         for layout in ("NN", "NT", "TN", "TT")
         for result in operands.results[:1]
@@ -238,9 +244,12 @@ def test_random_shapes(operands, seed, monkeypatch):
     check(operands, cases, rng)
 
 
-@pytest.mark.parametrize(
+full_precision_configurations = pytest.mark.parametrize(
     "operands, tile, splits, partials", [c for c in CONFIGURATIONS if c[0].arithmetic == "f32"], ids=name_of
 )
+
+
+@full_precision_configurations
 @pytest.mark.parametrize("layout", ["NN", "TT"])
 def test_full_precision_whatever_the_exponents(operands, tile, splits, partials, layout, force, rng):
     """Error against |lhs| @ |rhs|, entry by entry, where f16 holds the parts of all blocks, of some, or of none."""
@@ -276,6 +285,35 @@ def test_full_precision_whatever_the_exponents(operands, tile, splits, partials,
         assert np.all(np.abs(np.asarray(got, np.float64) - wanted) <= bound), what
 
 
+@full_precision_configurations
+def test_full_precision_beyond_the_numbers(operands, tile, splits, partials, force, rng):
+    """Infinite and no numbers, and finite operands whose sums overflow: as IEEE says. Of many tiles too."""
+    force(tile, splits, partials)
+    cases = [Case(200, 328, 640, "NN", "float32"), Case(130, 72, 100, "TT", "float32", (3, 1))]
+    cases += [Case(3000, 3000, 64, "NN", "float32")] * (splits == 1)
+    for case in cases:
+        lhs, rhs = case.draw(rng, operands)
+        odd = lhs.copy()
+        odd.reshape(-1)[rng.integers(odd.size, size=3)] = np.inf, -np.inf, np.nan
+        positive = np.abs(lhs), np.abs(rhs)
+        exponents = np.where(np.arange(case.m) % 2, 61, 40)
+        exponents = exponents[:, None] if case.layout[0] == "N" else exponents
+        for what, a, b in (
+            ("not finite", odd, rhs),
+            ("infinite by zero", np.where(lhs == lhs.max(), np.inf, lhs), np.zeros_like(rhs)),
+            ("equal", np.full_like(lhs, 1e21), np.full_like(rhs, 1e21)),
+            ("every second row", np.ldexp(positive[0], exponents), np.ldexp(positive[1], 61)),
+            ("large", *(np.ldexp(x, 124) for x in positive)),
+        ):
+            a, b = a.astype(np.float32), b.astype(np.float32)
+            got = np.asarray(jax.jit(functools.partial(case.run, operands))(a, b)[0])
+            with np.errstate(invalid="ignore", over="ignore"):
+                (wanted,), (size,) = case.exact(a, b), case.exact(np.abs(a), np.abs(b))
+                beyond = ~np.isfinite(wanted.astype(np.float32))
+                np.testing.assert_array_equal(got[beyond], wanted.astype(np.float32)[beyond], what)
+                assert np.all((np.abs(got - wanted) <= case.k * 2.0**-24 * size) | beyond), what
+
+
 @pytest.mark.slow
 @every_configuration
 def test_400_launches_give_the_same_bits(operands, tile, splits, partials, force, rng):
@@ -285,7 +323,8 @@ def test_400_launches_give_the_same_bits(operands, tile, splits, partials, force
     layouts = ("NN", "NT") if tile.rows < 64 else ("NN", "TT")
     finished = (False, None, False) if partials else (True, "gelu", True)
     cases = [
-        Case(m, 1032, 1096, layout, result, (), *options)
+        Case(m, 1032, 1096, layout, result, (), *options, wide=wide)
+        for wide in {False, operands.arithmetic == "f32"}
         for layout in layouts
         for result in operands.results
         for options in {(False, None, False), finished}

@@ -249,7 +249,7 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
     """Whether f32 in parts is expected to be faster than XLA, and hardly slower where f16 holds none of the parts."""
     m, n, k, batches = product.m, product.n, product.k, product.batches
     xla = 3 + 2 * m * n * k * batches / 45e6
-    split = batches * (m * k + k * n) * 8 / 3.5e6  # 4 bytes read and 4 written; in TF32 4 and 8 more
+    split = batches * (m + n) * math.ceil(k / 64) * 64 * 8 / 3.5e6  # 4 bytes read and 4 written; in TF32 4 and 8 more
     multiply = 1.3 * _microseconds(product, *_best_tile(product, device, finished), device, finished)
     fixed = 2 * _KERNEL  # a flag cleared and two kernels that find nothing to do
     held, not_held = split + multiply + fixed, 2.5 * split + 1.5 * multiply + fixed

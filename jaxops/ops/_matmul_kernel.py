@@ -302,7 +302,7 @@ class _MatmulKernel(Kernel):
             shape = (choice.splits, math.prod(out.shape[:-2]), *out.shape[-2:])
             results.append(ShapedArray(shape, np.dtype("float32")))
         if in_parts:
-            results += [*scales, ShapedArray((1 + scales[0].shape[2],), np.dtype("int32"))]
+            results += [*scales, ShapedArray((3 + scales[0].shape[2],), np.dtype("int32"))]
         tile = choice.tile or choices.Tile(0, 0, False, 0)
         out = self.ffi_call(
             results,

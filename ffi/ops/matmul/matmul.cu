@@ -122,8 +122,8 @@ Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem&
     return Invalid(kHandler, "only f32 is multiplied in parts");
   const int64_t k_tiles = (p.k + matmul::kSplitBlock - 1) / matmul::kSplitBlock;
   if (results.flags && (results.flags->element_type() != DataType::S32 ||
-                        static_cast<int64_t>(results.flags->element_count()) != 1 + k_tiles)) {
-    return Invalid(kHandler, "products in parts need an int32 flag, and one for each k tile");
+                        static_cast<int64_t>(results.flags->element_count()) != 3 + k_tiles)) {
+    return Invalid(kHandler, "products in parts need three int32 flags, and one for each k tile");
   }
   return Error::Success();
 }
@@ -196,7 +196,7 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
     return General(stream, problem, kOperandType<T>, wide_out ? DataType::F32 : kOperandType<T>);
   JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   if constexpr (std::is_same_v<T, float>) {
-    if (flags) {  // infinite or no numbers among the operands
+    if (flags) {  // infinite or no numbers among the operands, or sums that might overflow
       Problem guarded = problem;
       guarded.only_if = flags;
       return FromCuda(kHandler, matmul::LaunchSimt<float>(stream, guarded));

@@ -139,9 +139,10 @@ __device__ inline float ScaleOfBlock(uint32_t large, uint32_t small) {
 }
 
 // Splits a block of 64 x 64 elements in f16, and writes its scale; or (kWide) in TF32, by the scale that is there.
-// Sets flags as SplitOperands says.
+// Sets flags as SplitOperands says; largest: of the operand.
 template <bool kWide>
-__device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flags, CopyTile<float>& tile) {
+__device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flags, int32_t* largest,
+                           CopyTile<float>& tile) {
   constexpr int kWarps = kSplitThreads / 32, kLines = kSplitThreads / 16, kEach = kCopySize / kLines;
   __shared__ uint32_t most[kWarps], least[kWarps];
   const uint32_t across = to.across(), down = to.down();
@@ -198,9 +199,11 @@ __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flag
     small = __reduce_min_sync(~0u, least[threadIdx.x % kWarps]);
     scale = ScaleOfBlock(large, small + 1);
     if (threadIdx.x == 0) {
+      const int exponent = static_cast<int>(large >> 23);
       to.scales[block] = scale;
-      if (large >> 23 == 255) flags[0] = 1;  // every writer writes the same
+      if (exponent == 255) flags[0] = 1;  // every writer writes the same
       if (scale < 0) flags[1 + k_tile] = 1;
+      if (exponent > *largest) atomicMax(largest, exponent);  // it only grows: what is read may be too small
     }
     if (scale < 0) return;
   }
@@ -232,21 +235,26 @@ __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flag
 }
 
 // Splits both operands. First in f16: flags[0] is set to 1 if there are infinite or no numbers, as the products of
-// their parts would not be IEEE's, flags[1 + i] if f16 does not hold some block of k tile i. Then (kWide) those k tiles
-// in TF32; by few blocks, as mostly there are none.
+// their parts would not be IEEE's, flags[1 + i] if f16 does not hold some block of k tile i; behind those are the
+// largest biased exponents of lhs and rhs. Then (kWide) those k tiles in TF32; by few blocks, as mostly there are none.
+// And flags[0] is set if sums might overflow: those of some parts alone might, with another sign than the whole.
 template <bool kWide>
 __global__ void __launch_bounds__(kSplitThreads, kSplitResident)
     SplitOperands(const __grid_constant__ SplitOperand lhs, const __grid_constant__ SplitOperand rhs,
                   uint32_t lhs_blocks, uint32_t blocks, int32_t* flags) {
   __shared__ CopyTile<float> tile;
+  const uint32_t depth = lhs.across();
+  int32_t* const largest = flags + 1 + depth;
   const auto split = [&](uint32_t index) {
     const bool second = index >= lhs_blocks;
-    SplitBlock<kWide>(second ? rhs : lhs, index - (second ? lhs_blocks : 0), flags, tile);
+    SplitBlock<kWide>(second ? rhs : lhs, index - (second ? lhs_blocks : 0), flags, largest + second, tile);
   };
   if constexpr (!kWide) {
     split(blockIdx.x);
   } else {
-    const uint32_t depth = lhs.across();
+    // A sum of k products is below 2^(x + y - 252) k for exponents x and y; parts' sums are below four times that.
+    const int log2_k = 32 - __clz(static_cast<int>(depth * kCopySize - 1));
+    if (blockIdx.x == 0 && threadIdx.x == 0 && largest[0] + largest[1] - 252 + log2_k + 2 > 127) flags[0] = 1;
     bool any = false;
     for (uint32_t i = threadIdx.x; i < depth; i += kSplitThreads) any |= flags[1 + i] != 0;
     if (!__syncthreads_or(any)) return;
@@ -259,11 +267,11 @@ __global__ void __launch_bounds__(kSplitThreads, kSplitResident)
 }
 inline constexpr int kWideBlocks = 512;
 
-// flags: [1 + k tiles].
+// flags: [3 + k tiles].
 inline cudaError_t LaunchSplit(cudaStream_t stream, const SplitOperand& lhs, const SplitOperand& rhs, int32_t* flags) {
   const auto blocks_of = [](const SplitOperand& to) { return to.from.slices * to.down() * to.across(); };
   const auto lhs_blocks = static_cast<uint32_t>(blocks_of(lhs)), blocks = lhs_blocks + uint32_t(blocks_of(rhs));
-  cudaError_t status = cudaMemsetAsync(flags, 0, (1 + lhs.across()) * sizeof(*flags), stream);
+  cudaError_t status = cudaMemsetAsync(flags, 0, (3 + lhs.across()) * sizeof(*flags), stream);
   if (status == cudaSuccess)
     status = Launch(stream, SplitOperands<false>, {blocks, kSplitThreads}, lhs, rhs, lhs_blocks, blocks, flags);
   const Grid few = {std::min<int64_t>(blocks, kWideBlocks), kSplitThreads};
