@@ -98,9 +98,8 @@ class Case(NamedTuple):
         ]
         drawn = [rng.standard_normal(s).astype(np.float32).astype(d) for s, d in shapes]
         if self.wide:
-            for x, axis in zip(drawn, (-1, -2), strict=True):
-                turned = self.layout[0 if axis == -1 else 1] == "T"
-                np.moveaxis(x, -3 - axis if turned else axis, 0)[::192, ..., 0] *= 2.0**-40
+            for x, along_k in zip(drawn, (self.layout[0] == "N", self.layout[1] == "T"), strict=True):
+                np.moveaxis(x, -1 if along_k else -2, 0)[::192, ..., 0] *= 2.0**-40
         if self.triangle == "lhs":
             drawn[0] *= np.tri(*left, dtype=drawn[0].dtype)
         wide, ones = accumulator(operands.lhs, operands.rhs, self.result), [1 for _ in self.batches[:1]]

@@ -52,7 +52,7 @@ struct Choice {
 };
 
 // The results in order: out, then those that there are of preactivation, lhs copy, rhs copy, partials, and of products
-// in parts lhs scales, rhs scales, flags.
+// in parts lhs scales, rhs scales, flags (SplitOperands).
 struct MoreResults {
   std::optional<AnyBuffer> preactivation, lhs_copy, rhs_copy, partials, lhs_scales, rhs_scales, flags;
 };
@@ -275,9 +275,8 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
       WgmmaOperands{}, Invalid(kHandler, "no tensor core kernel for these element types"),
       [=]<class P> {
         using T = typename P::T;
-        using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
         return lhs_type == kOperandType<T> && rhs_type == kOperandType<typename P::V> &&
-               (result == DataType::F32 || (sizeof(T) < 4 && result == kOperandType<Narrow>));
+               (result == DataType::F32 || result == kOperandType<matmul::WgmmaResult<T>>);
       },
       [&]<class P> {
         return OnTensorCores<typename P::T, typename P::V>(stream, lhs, rhs, problem, choice, results,

@@ -265,16 +265,16 @@ __global__ void __launch_bounds__(kSplitThreads, kSplitResident)
     }
   }
 }
-inline constexpr int kWideBlocks = 512;
 
 // flags: [3 + k tiles].
 inline cudaError_t LaunchSplit(cudaStream_t stream, const SplitOperand& lhs, const SplitOperand& rhs, int32_t* flags) {
   const auto blocks_of = [](const SplitOperand& to) { return to.from.slices * to.down() * to.across(); };
-  const auto lhs_blocks = static_cast<uint32_t>(blocks_of(lhs)), blocks = lhs_blocks + uint32_t(blocks_of(rhs));
+  const auto lhs_blocks = static_cast<uint32_t>(blocks_of(lhs)),
+             blocks = lhs_blocks + static_cast<uint32_t>(blocks_of(rhs));
   cudaError_t status = cudaMemsetAsync(flags, 0, (3 + lhs.across()) * sizeof(*flags), stream);
   if (status == cudaSuccess)
     status = Launch(stream, SplitOperands<false>, {blocks, kSplitThreads}, lhs, rhs, lhs_blocks, blocks, flags);
-  const Grid few = {std::min<int64_t>(blocks, kWideBlocks), kSplitThreads};
+  const Grid few = {std::min<int64_t>(blocks, kFewBlocks), kSplitThreads};
   if (status == cudaSuccess) status = Launch(stream, SplitOperands<true>, few, lhs, rhs, lhs_blocks, blocks, flags);
   return status;
 }

@@ -20,6 +20,9 @@ enum class Triangle : int32_t { kNone, kResult, kLhs, kCount };
 // Batch axes over which all operands move alike are merged; 8 remain free, more than nested vmaps produce.
 inline constexpr int kMaxBatchAxes = 8;
 
+// Blocks of a kernel that mostly has nothing to do, as a flag on the device says: the fewer the sooner it ends.
+inline constexpr int64_t kFewBlocks = 512;
+
 struct Offsets {
   int64_t lhs, rhs, scale, bias;
 };

@@ -119,8 +119,7 @@ cudaError_t LaunchSimt(cudaStream_t stream, const Problem& p) {
   const auto kernel = p.lhs_transposed ? (p.rhs_transposed ? SimtMatmul<A, true, true> : SimtMatmul<A, true, false>)
                                        : (p.rhs_transposed ? SimtMatmul<A, false, true> : SimtMatmul<A, false, false>);
   const int64_t tiles = CountTiles(p, SimtTile<A>::kSize, SimtTile<A>::kSize);
-  // Mostly nothing is to be done where a flag says so: the sooner all blocks have seen it the better.
-  return Launch(stream, kernel, {p.only_if ? std::min<int64_t>(tiles, 512) : tiles, SimtTile<A>::kThreads}, p, tiles);
+  return Launch(stream, kernel, {p.only_if ? std::min(tiles, kFewBlocks) : tiles, SimtTile<A>::kThreads}, p, tiles);
 }
 
 }  // namespace jaxops::matmul

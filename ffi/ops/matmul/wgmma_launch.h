@@ -2,7 +2,10 @@
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_H_
 #define JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_H_
 
+#include <cuda_bf16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 #include "core/handler.h"
 #include "ops/matmul/problem.h"
@@ -13,6 +16,10 @@ namespace jaxops::matmul {
 // scaled each by its own number, and what low parts are to be multiplied by.
 inline constexpr int kSplitSlices = 3, kSplitBlock = 64;
 inline constexpr float kLowScale = 0x1p-12f;
+
+// The type of results that are not f32: the operands', or of 8-bit operands bf16.
+template <class T>
+using WgmmaResult = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
 
 // An operand as the kernel reads it: the caller's array, or a copy made for it.
 struct WgmmaOperand {

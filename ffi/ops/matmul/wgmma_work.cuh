@@ -12,6 +12,7 @@
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
 #include "ops/matmul/problem.h"
+#include "ops/matmul/wgmma_launch.h"
 
 namespace jaxops::matmul {
 
@@ -62,8 +63,7 @@ struct Product {
   static constexpr Major kLhs = kLhs_, kRhs = kRhs_;
   static constexpr bool kPromotes = kPromotes_, kInParts = kInParts_;
   static constexpr int kDepth = hopper::kBoxRowBytes / sizeof(T) * (kInParts ? 2 : 1);  // of a k tile
-  // Results are f32, or as the operands; of 8-bit operands bf16.
-  using Result = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
+  using Result = WgmmaResult<T>;
 };
 
 // Which matrices of the operands a batch index multiplies.
