@@ -42,7 +42,12 @@ __device__ inline void NamedArrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Clusters of blocks.
+// Clusters of blocks; without, each block is one.
+__device__ inline uint32_t ClusterIndex() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
 __device__ inline uint32_t ClusterRank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

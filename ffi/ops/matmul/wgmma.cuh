@@ -47,6 +47,7 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
   works.ForEach([&](const WgmmaWork& work) {
     int lhs, rhs;  // operands' matrices
     arguments.matrices.At(work.batch, &lhs, &rhs);
+#pragma unroll 1
     for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
       ring.Empty(place.stage).Wait(place.parity);
       const Barrier full = ring.Full(place.stage);
@@ -150,23 +151,31 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     WgmmaMatmul(const __grid_constant__ WgmmaArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if (arguments.unfit && *arguments.unfit) return;
+  if (threadIdx.x == 0) {
+    hopper::Prefetch(arguments.lhs);
+    hopper::Prefetch(arguments.rhs);
+  }
   extern __shared__ uint8_t shared[];
   const uint32_t stages = (SharedAddress(shared) + 1023) & ~1023u;
   const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes;
   const Ring<Tile> ring = {stages, staging + Tile::kMultipliers * Tile::kStagingBytes};
   const uint32_t bias = ring.barriers + Tile::kBarrierBytes;
-  if (threadIdx.x == 0) {
-    hopper::Prefetch(arguments.lhs);
-    hopper::Prefetch(arguments.rhs);
-    for (int stage = 0; stage < Tile::kStages; ++stage) {
-      ring.Full(stage).Initialize(1);
-      ring.Empty(stage).Initialize(4 * (Tile::kPingPong ? 1 : Tile::kMultipliers));  // a warp each
-    }
-    hopper::FenceBarriers();
-  }
-  __syncthreads();
+  // Nobody waits for more than what is needed: until the first products begin, all code is run for the first time, and
+  // comes from far away.
+  constexpr int kReady = 6, kReadyThreads = 32 + Tile::kMultipliers * kWarpgroup;
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == 0) {
+    if (threadIdx.x < 32) {
+      if (threadIdx.x == 0) {
+        for (int stage = 0; stage < Tile::kStages; ++stage) {
+          ring.Full(stage).Initialize(1);
+          ring.Empty(stage).Initialize(4 * (Tile::kPingPong ? 1 : Tile::kMultipliers));  // a warp each
+        }
+        hopper::FenceBarriers();
+      }
+      __syncwarp();
+      hopper::NamedArrive(kReady, kReadyThreads);
+    }
     if constexpr (Tile::kMultipliers == 2) hopper::ReleaseRegisters<kLoaderRegisters>();
     if (threadIdx.x == 0) {
       if constexpr (P::kInParts) {
@@ -181,7 +190,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
       hopper::ClusterArrive();
     }
   } else {
+    hopper::NamedSync(kReady, kReadyThreads);
     if constexpr (Tile::kMultipliers == 2) hopper::AcquireRegisters<kMultiplierRegisters>();
+    if (arguments.boxes_out && threadIdx.x == kWarpgroup) hopper::Prefetch(arguments.out);
     if constexpr (P::kInParts) {
       MultiplyParts<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
     } else {

@@ -13,32 +13,40 @@
 namespace jaxops::matmul {
 
 // out = activation(the sum of the partial results, in order, + bias). A block takes 32 packs of 4 adjacent elements; a
-// warp sums every 8th partial result, the first warp their sums.
+// warp sums every 8th partial result, the first warp their sums. row_packs, rows: packs of a row, rows of a matrix.
 inline constexpr int kPartialCount = 4, kPartialWarps = 8;
 template <class U>
-__global__ void __launch_bounds__(kPartialWarps * 32) SumPartials(const Problem p, const float* partials, int splits) {
+__global__ void __launch_bounds__(kPartialWarps * 32)
+    SumPartials(const Problem p, const Divisor32 row_packs, const Divisor32 rows, const float* partials, int splits) {
+  constexpr int kAtOnce = 8;  // loads of a thread under way
   __shared__ float4 sums[kPartialWarps][32];
-  const int64_t packs = (p.n + kPartialCount - 1) / kPartialCount, size = p.batches * p.m * p.n;
+  const int64_t size = p.batches * p.m * p.n;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t index = blockIdx.x * int64_t{32} + lane, line = index / packs;
-  const int64_t column = (index - line * packs) * kPartialCount, batch = line / p.m;
+  const uint32_t index = blockIdx.x * 32 + lane, line = row_packs.Divide(index), batch = rows.Divide(line);
+  const int64_t column = (index - line * row_packs.divisor) * int64_t{kPartialCount};
   const bool inside = line < p.batches * p.m;
   float4 sum = {};
   if (inside) {
     const float* const from = partials + line * p.n + column;
-#pragma unroll 4
-    for (int split = warp; split < splits; split += kPartialWarps) {
-      const float* const values = from + split * size;
-      float4 add = {};
-      if (p.n % kPartialCount == 0) {
-        add = *reinterpret_cast<const float4*>(values);
-      } else {
-        add.x = values[0];
-        if (column + 1 < p.n) add.y = values[1];
-        if (column + 2 < p.n) add.z = values[2];
-        if (column + 3 < p.n) add.w = values[3];
+    for (int first = warp; first < splits; first += kAtOnce * kPartialWarps) {
+      float4 parts[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        float4& part = parts[i] = {};
+        if (first + i * kPartialWarps >= splits) continue;
+        const float* const values = from + (first + i * kPartialWarps) * size;
+        if (p.n % kPartialCount == 0) {
+          part = *reinterpret_cast<const float4*>(values);
+        } else {
+          part.x = values[0];
+          if (column + 1 < p.n) part.y = values[1];
+          if (column + 2 < p.n) part.z = values[2];
+          if (column + 3 < p.n) part.w = values[3];
+        }
       }
-      sum = make_float4(sum.x + add.x, sum.y + add.y, sum.z + add.z, sum.w + add.w);
+#pragma unroll
+      for (const float4& part : parts)
+        sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
     }
   }
   sums[warp][lane] = sum;
@@ -50,7 +58,7 @@ __global__ void __launch_bounds__(kPartialWarps * 32) SumPartials(const Problem 
     sum = make_float4(sum.x + add.x, sum.y + add.y, sum.z + add.z, sum.w + add.w);
   }
   const float values[kPartialCount] = {sum.x, sum.y, sum.z, sum.w};
-  StoreRow<U>(p, batch, p.batch.At(batch), line - batch * p.m, column, values);
+  StoreRow<U>(p, batch, p.batch.At(batch), line - batch * rows.divisor, column, values);
 }
 
 template <class T>
@@ -88,7 +96,10 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   const int64_t rows = tiles(p.m, Tile::kRows), columns = tiles(p.n, Tile::kColumns);
   const int64_t works = rows * columns * p.batches * plan.splits;
-  if (std::max({p.m, p.n, p.k, columns * plan.band}) > kMost - 512 || works > kMost / 2) return cudaErrorNotSupported;
+  const int64_t row_packs = tiles(p.n, kPartialCount), packs = p.batches * p.m * row_packs;  // of partial results
+  if (std::max({p.m, p.n, p.k, columns * plan.band}) > kMost - 512 || works > kMost / 2 ||
+      (split && packs > kMost - 32))
+    return cudaErrorNotSupported;
   WgmmaArguments arguments = {};
   arguments.problem = p;
   arguments.matrices = MatrixIndices(p);
@@ -96,6 +107,8 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
       Raster(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns), static_cast<uint32_t>(tiles(p.k, P::kDepth)),
              static_cast<uint32_t>(p.batches), plan.splits, plan.band);
   arguments.cluster = in_cluster ? plan.splits : 1;
+  arguments.triangle = p.triangle;
+  arguments.lhs_transposed = p.lhs_transposed;
   arguments.lhs_scales = plan.lhs.scales;
   arguments.rhs_scales = plan.rhs.scales;
   arguments.promote = plan.promote;
@@ -134,10 +147,12 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
                    arguments.cluster, Tile::kSharedBytes},
                   arguments);
   if (!split || status != cudaSuccess) return status;
-  const int64_t packs = p.batches * p.m * tiles(p.n, kPartialCount);
-  const Grid grid = {tiles(packs, 32), kPartialWarps * 32};
-  return plan.wide_out ? Launch(stream, SumPartials<float>, grid, p, plan.partials, plan.splits)
-                       : Launch(stream, SumPartials<typename P::Result>, grid, p, plan.partials, plan.splits);
+  const auto sum = [&]<class U> {
+    return Launch(stream, SumPartials<U>, {tiles(packs, 32), kPartialWarps * 32}, p,
+                  Divisor32(static_cast<uint32_t>(row_packs)), Divisor32(static_cast<uint32_t>(p.m)), plan.partials,
+                  plan.splits);
+  };
+  return plan.wide_out ? sum.template operator()<float>() : sum.template operator()<typename P::Result>();
 }
 
 // Rows along m are loaded 64 at a time.

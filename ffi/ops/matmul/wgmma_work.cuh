@@ -82,6 +82,7 @@ struct MatrixIndices {
   }
   __device__ void At(uint32_t index, int* lhs_matrix, int* rhs_matrix) const {
     uint32_t left = 0, right = 0;
+#pragma unroll 1
     for (int axis = axes - 1; axis >= 0; --axis) {
       const uint32_t rest = sizes[axis].Divide(index), i = index - rest * sizes[axis].divisor;
       left += i * lhs[axis];
@@ -96,7 +97,7 @@ struct MatrixIndices {
 // The order in which tiles come: bands of tile rows that go back and forth, matrix by matrix, part of k by part of k.
 struct Raster {
   uint32_t rows, columns, depth;  // in tiles
-  uint32_t count;                 // of works
+  uint32_t part_count, count;     // works of each part of k, and all
   uint32_t splits;
   Divisor32 matrix, band;  // how many tiles each has
   Divisor32 batches, band_rows, last_band_rows;
@@ -107,7 +108,8 @@ struct Raster {
       : rows(rows),
         columns(columns),
         depth(depth),
-        count(rows * columns * batches * splits),
+        part_count(rows * columns * batches),
+        count(part_count * splits),
         splits(splits),
         matrix(rows * columns),
         band(band_rows * columns),
@@ -116,17 +118,21 @@ struct Raster {
         last_band_rows((rows - 1) % band_rows + 1) {}
 };
 
+// What a block needs before its first load comes first and lies together: each part of the arguments is fetched when it
+// is first read, for hundreds of cycles.
 struct WgmmaArguments {
-  CUtensorMap lhs, rhs, out, preactivation;
-  Problem problem;
-  MatrixIndices matrices;
   Raster raster;
-  int cluster;                           // 1, or the splits of k: the parts of a tile are the blocks of a cluster
+  int cluster;        // 1, or the splits of k: the parts of a tile are the blocks of a cluster
+  Triangle triangle;  // the problem's; lhs_transposed too
+  bool lhs_transposed;
+  const int32_t* unfit;  // if not null and not 0: leave, another kernel does it
+  MatrixIndices matrices;
   int promote;                           // k tiles after which sums are promoted
   bool wide_out;                         // results are f32, whatever the operands
   bool boxes_out;                        // results can be stored by the copy engine
-  const int32_t* unfit;                  // if not null and not 0: leave, another kernel does it
   const float *lhs_scales, *rhs_scales;  // of f32 in parts
+  Problem problem;
+  CUtensorMap lhs, rhs, out, preactivation;
 };
 
 // A tile of the result and a range of k, which is never empty.
@@ -146,13 +152,10 @@ class WgmmaWorks {
   template <class Visit>
   __device__ void ForEach(const Visit& visit) const {
     const uint32_t count = arguments_.raster.count;
-    uint32_t index = blockIdx.x, step = gridDim.x;
     const bool in_cluster = arguments_.cluster > 1;  // then each block has one work
-    if (in_cluster) {
-      index = count / arguments_.cluster * hopper::ClusterRank() + blockIdx.x / arguments_.cluster;
-      step = count;
-    }
-    for (; index < count; index += step) {
+    const uint32_t step = in_cluster ? count : gridDim.x;
+    for (uint32_t index = arguments_.raster.part_count * hopper::ClusterRank() + hopper::ClusterIndex(); index < count;
+         index += step) {
       const WgmmaWork work = At(index);
       if (in_cluster || !IsLeftOut(work)) visit(work);
     }
@@ -170,7 +173,7 @@ class WgmmaWorks {
         first_row + raster.band_rows.divisor > raster.rows ? raster.last_band_rows : raster.band_rows;
     const uint32_t column = height.Divide(within), row = first_row + within - column * height.divisor;
     // Where rows differ in their work, blocks get early and late ones in turn.
-    const bool turned = arguments_.problem.triangle != Triangle::kNone && batch % 2;
+    const bool turned = arguments_.triangle != Triangle::kNone && batch % 2;
     WgmmaWork work = {static_cast<int>((turned ? raster.rows - 1 - row : row) * Tile::kRows),
                       static_cast<int>((band % 2 ? raster.columns - 1 - column : column) * Tile::kColumns),
                       0,
@@ -181,14 +184,14 @@ class WgmmaWorks {
       work.first = static_cast<int>(uint64_t{raster.depth} * split / raster.splits);
       work.last = static_cast<int>(uint64_t{raster.depth} * (split + 1) / raster.splits);
     }
-    if (arguments_.problem.triangle == Triangle::kLhs) SkipZeros(work);
+    if (arguments_.triangle == Triangle::kLhs) SkipZeros(work);
     return work;
   }
 
   // Of lhs, what lies above the diagonal need not be multiplied. One k tile, of zeros perhaps, remains: sums that began
   // as zeros instead would make ptxas serialise the products.
   __device__ void SkipZeros(WgmmaWork& work) const {
-    if (arguments_.problem.lhs_transposed) {
+    if (arguments_.lhs_transposed) {
       work.first = min(max(work.first, work.row / P::kDepth), work.last - 1);
     } else {
       work.last = max(min(work.last, (work.row + Tile::kRows + P::kDepth - 1) / P::kDepth), work.first + 1);
@@ -196,7 +199,7 @@ class WgmmaWorks {
   }
   // Of the result, what lies above the diagonal need not be there.
   __device__ bool IsLeftOut(const WgmmaWork& work) const {
-    return arguments_.problem.triangle == Triangle::kResult && work.column >= work.row + Tile::kRows;
+    return arguments_.triangle == Triangle::kResult && work.column >= work.row + Tile::kRows;
   }
 
   const WgmmaArguments& arguments_;
