@@ -86,6 +86,36 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
 
 
 @pytest.mark.parametrize(
+    "m, n, k, layout, tile, splits",
+    [
+        (1, 4096, 4096, "NN", (32, 64), 2),
+        (1, 4096, 4096, "NT", None, 1),
+        (1, 4096, 8192, "NN", None, 1),  # XLA reads them at the memory's rate
+        (16, 8192, 4096, "NN", None, 1),
+        (32, 8192, 4096, "NT", (32, 64), 1),
+        (48, 4096, 4096, "NN", (64, 64), 2),
+        (64, 14336, 4096, "NT", (64, 64), 1),
+        (64, 28672, 4096, "NN", None, 1),
+        (64, 4096, 4096, "TN", None, 1),
+        (96, 4096, 4096, "NN", None, 1),  # two tiles of rows
+        (128, 6144, 4096, "NN", (128, 128), 2),
+        (128, 4096, 8192, "NN", None, 1),
+        (384, 384, 384, "NN", (64, 64), 1),
+        (768, 768, 768, "NN", (64, 128), 1),  # not (128, 128) in three parts, which takes twice as long
+        (768, 512, 1024, "NT", (64, 64), 1),
+        (640, 512, 896, "TT", None, 1),
+        (512, 512, 256, "NN", None, 1),
+        (1000, 500, 700, "NN", None, 1),  # rows do not begin at 128 bytes
+        (1024, 1024, 1024, "NN", None, 1),
+    ],
+)
+def test_small_products_of_16_bits(m, n, k, layout, tile, splits):
+    """Ours where they were measured to be faster, with the tiles of that measurement."""
+    choice = choices.choose(product(m, n, k, layout=layout), choices.H200)
+    assert (choice.tile and choice.tile[:2], choice.splits) == (tile, splits)
+
+
+@pytest.mark.parametrize(
     "m, n, k, kernel",
     [(512, 512, 512, "wgmma"), (256, 256, 1024, "xla"), (1024, 1024, 2048, "xla"), (2048, 2048, 2048, "wgmma")],
 )

@@ -130,13 +130,45 @@ TILES = {
 
 #: Bytes a microsecond from memory and from the L2 cache.
 _MEMORY, _L2 = 4.2e6, 13e6
-#: Microseconds that a further kernel costs, that a block needs to begin, and a cluster to sum its parts.
-_KERNEL, _FILL, _CLUSTER = 2.5, 2.0, 1.0
+#: Microseconds that a further kernel costs, and that a block needs to begin.
+_KERNEL, _FILL = 2.5, 2.0
+#: Microseconds that a cluster needs to sum the parts of a tile: its first block for each 64 x 64 sums of another, less
+#: what other constants make up for, but at least so many.
+_CLUSTER, _CLUSTER_LESS, _CLUSTER_LEAST = 0.75, 2.0, 1.0
 #: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, and others (with a bias or an
 #: activation, or to rows that are not aligned). Tiles in ping-pong hide them behind the next tile.
 _PLAIN_STORE, _STORE = 1.0, 5.0
 #: As many blocks of clusters of each size can an H200 hold, one on each multiprocessor.
 _CLUSTERED_BLOCKS = {1: 132, 2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 120}
+
+
+class FewRows(NamedTuple):
+    """Products of few rows, 16 bits, for which our kernel was faster than XLA's: of each size the least and the most.
+
+    columns, depth: n and k. weights: elements of rhs, n k; more of them are read at the memory's rate by XLA's kernels,
+    and a tenth slower by ours.
+    """
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    depth: tuple[int, int]
+    weights: tuple[float, float]
+    rhs_transposed: tuple[bool, ...] = (False, True)
+
+    def holds(self, product: Product) -> bool:
+        """Whether a product is one of them."""
+        sizes = product.m, product.n, product.k, product.n * product.k
+        limits = self.rows, self.columns, self.depth, self.weights
+        within = all(least <= size <= most for size, (least, most) in zip(sizes, limits, strict=True))
+        return within and not product.lhs_transposed and product.rhs_transposed in self.rhs_transposed
+
+
+_FEW_ROWS = (
+    FewRows((1, 1), (1, 8192), (1, 8192), (8e6, 1.7e7), rhs_transposed=(False,)),
+    FewRows((17, 32), (8192, 14336), (2048, 8192), (2e7, 7e7)),
+    FewRows((33, 64), (4096, 14336), (1024, 14336), (4e6, 7e7)),
+    FewRows((128, 128), (4096, 8192), (1024, 5120), (4e6, 3.4e7)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +244,8 @@ def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, dev
     if partials:
         time += _KERNEL + batches * m * n * 4 * splits / _L2
     elif splits > 1:
-        time += _CLUSTER
+        sums = (splits - 1) * max(tile.rows, 64) * tile.columns / (64 * 64)
+        time += max(_CLUSTER * sums - _CLUSTER_LESS, _CLUSTER_LEAST)
     return time
 
 
@@ -281,8 +314,11 @@ def _slower_than_xla(product: Product, device: Device, activation: bool, bias: b
         narrow = min(m, n) <= 128 or (k <= 128 and all(_copies(product)))
         small = "a small or narrow product of rows that are not aligned to 16 bytes"
         return small if operations < 2e9 or narrow else None
-    if not product.rhs_transposed and n <= 8192 and n * k >= 8e6 and m in (1, 64, 128):
+    if any(few_rows.holds(product) for few_rows in _FEW_ROWS):
         return None
+    whole = all(size % 64 == 0 for size in (m, n, k)) and not (product.lhs_transposed and product.rhs_transposed)
+    if whole and not bias and min(m, n) >= 256 and 1 << 17 <= m * n <= 768 * 768 and 384 <= k <= 1024:
+        return None  # 32 to 144 tiles of 64 x 64: about one for each multiprocessor
     if m * n <= 1 << 16 and k >= 1 << 14:
         return None  # k is split
     if n <= 128 and m >= 4096 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
