@@ -160,8 +160,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes;
   const Ring<Tile> ring = {stages, staging + Tile::kMultipliers * Tile::kStagingBytes};
   const uint32_t bias = ring.barriers + Tile::kBarrierBytes;
-  // Nobody waits for more than what is needed: until the first products begin, all code is run for the first time, and
-  // comes from far away.
+  // Multipliers wait until the ring's barriers are ready; the loader does not wait for them, as its code, run for the
+  // first time, comes slowly. Barriers 1 to 5: SyncTile, SumCluster, turns.
   constexpr int kReady = 6, kReadyThreads = 32 + Tile::kMultipliers * kWarpgroup;
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == 0) {
