@@ -1,19 +1,23 @@
 """matmul: floating-point operations a second, beside the best that XLA reaches on a square product in the same run.
 
 "float32" is compared in full precision, "tf32" is f32 in JAX's default precision: TF32 on a GPU, another product.
+matmul_own is matmul on jaxops' own kernels also where the choice is XLA's dot for being faster; the choice rests on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 
 import jaxops
 from benchmarks import harness
 from jaxops._comparison import COMPARISONS, parameter_dtype
+from jaxops.ops import _matmul_choice as choices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,12 @@ class Case:
         batch = f"{self.batch} of " if self.batch else ""
         layout = "" if self.layout == "NN" else f" {self.layout}"
         return f"{batch}{self.m}x{self.n}x{self.k}{layout}"
+
+    @classmethod
+    def named(cls, name: str) -> Case:
+        """One product by its name, as str() gives it."""
+        sizes, *layout = name.split()
+        return cls(*map(int, sizes.split("x")), *layout)
 
     @property
     def operations(self) -> int:
@@ -84,6 +94,18 @@ CASES = {
         Case(512, 512, 512, op="dense_gelu"),
     ],
 }
+#: What the choice for few rows and for small products rests on.
+WEIGHTS = [(1024, 4096), (2048, 2048), (4096, 1024), (4096, 8192), (5120, 5120), (6144, 4096), (8192, 4096)]
+FEW_ROWS = [
+    Case(m, *weight, layout)
+    for layout, weight, m in itertools.product(("NN", "NT"), [*WEIGHTS, (14336, 4096)], (16, 32, 48, 64, 128))
+]
+SMALL_NAMES = """
+256x256x1024, 256x512x640, 256x1024x1024, 256x4096x1024, 384x768x512, 512x512x256, 512x512x512 NT, 512x512x512 TN,
+512x512x2048, 512x768x768, 512x1024x512, 512x2048x512, 640x512x896 NT, 768x512x1024 NT, 768x768x256, 1024x256x1024,
+1024x512x640 TN, 1024x512x1024, 1024x1024x512, 1024x1024x2048, 2048x512x512"""
+SMALL = [*_squares(256, 384, 576, 640, 768, 1536), *map(Case.named, SMALL_NAMES.split(","))]
+
 QUICK = {"gpu": [*_squares(1024), Case(127, 129, 131)], "cpu": [*_squares(128), Case(63, 65, 67)]}
 
 #: The squares of which the best XLA rate is the ceiling.
@@ -161,20 +183,24 @@ def ceiling(dtype: str, clock: harness.Clock, settings: harness.Settings) -> flo
     return max(rates)
 
 
-def tasks(dtype: str, ceiling: float, quick: bool) -> list[harness.Task]:
+def tasks(dtype: str, ceiling: float, quick: bool, own: bool = False) -> list[harness.Task]:
     """The measurements of a dtype. Gradients only of plain products: those of the others are such products too.
 
-    What is timed is what a user gets: the kernel that jaxops chooses, which can be XLA's own.
+    What is timed is what a user gets: the kernel that jaxops chooses, which can be XLA's own. own: those of matmul_own.
     """
     found = []
-    for case in cases(dtype, quick):
+    measured = cases(dtype, quick)
+    if own:
+        more = [] if quick or dtype.startswith("float8") else [*FEW_ROWS, *SMALL]
+        measured = list(dict.fromkeys([*(case for case in measured if case.op == "matmul"), *more]))
+    for case in measured:
         ours, reference = functions(case, dtype)
         draw = harness.drawing(functools.partial(operands, case, dtype))
-        plain = case.op == "matmul" and case.layout == "NN" and not dtype.startswith("float8")
+        plain = case.op == "matmul" and case.layout == "NN" and not dtype.startswith("float8") and not own
         for direction, products in (("forward", 1), ("backward", 2))[: 2 if plain else 1]:
             found.append(
                 harness.Task(
-                    op=case.op,
+                    op="matmul_own" if own else case.op,
                     direction=direction,
                     shape=str(case),
                     dtype=dtype,
@@ -189,11 +215,25 @@ def tasks(dtype: str, ceiling: float, quick: bool) -> list[harness.Task]:
     return found
 
 
-def run(clock: harness.Clock, settings: harness.Settings) -> bool:
+def run(clock: harness.Clock, settings: harness.Settings, own: bool = False) -> bool:
     """Measures the products; False if a measurement failed."""
     succeeded = True
     for dtype in settings.dtypes:
         best = ceiling(dtype, clock, settings)
-        title = f"matmul (m x n x k), {dtype}; ceiling: XLA's best square product"
-        succeeded &= harness.run(title, tasks(dtype, best, settings.quick), clock, settings)
+        title = f"matmul{'_own' if own else ''} (m x n x k), {dtype}; ceiling: XLA's best square product"
+        succeeded &= harness.run(title, tasks(dtype, best, settings.quick, own), clock, settings)
     return succeeded
+
+
+def run_own(clock: harness.Clock, settings: harness.Settings) -> bool:
+    """The same on our own kernels; False also where there are none."""
+    device = choices.local_device()
+    if _backend() == "cpu" or device.capability != choices.H200.capability:
+        settings.console.print("FAILED matmul_own: its kernels need a Hopper GPU", style="red")
+        return False
+    jax.clear_caches()  # of products lowered by the choice
+    try:
+        with mock.patch.object(choices, "slower_than_xla", return_value=None):
+            return run(clock, settings, own=True)
+    finally:
+        jax.clear_caches()

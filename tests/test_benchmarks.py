@@ -65,6 +65,21 @@ def test_matmul(bench):
     assert {row["unit"] for row in rows} == {"TFLOP/s"}
 
 
+def test_own_kernels_of_matmul(load, tmp_path, capsys):
+    """The choice is as it was afterwards; without a Hopper GPU there is nothing to measure."""
+    main, choices = load("__main__"), importlib.import_module("jaxops.ops._matmul_choice")
+    small = choices.Product(64, 64, 64, "16bit")
+    hopper = jax.default_backend() != "cpu" and choices.local_device().capability == "9.0"
+    only = ["--only", "1024x1024x1024"] if hopper else []
+    command = ["matmul_own", "--dtype", "bfloat16", "--quick", "--seconds", "0.01", "--results", str(tmp_path), *only]
+    assert main.main(command) == (0 if hopper else 1)
+    assert hopper or "its kernels need a Hopper GPU" in capsys.readouterr().out
+    assert choices.choose(small, choices.H200).kernel == "xla"
+    tasks = load("matmul").tasks("bfloat16", 1.0, False, own=True)
+    assert {(task.op, task.direction) for task in tasks} == {("matmul_own", "forward")}
+    assert all(str(load("matmul").Case.named(name)) == name.strip() for name in load("matmul").SMALL_NAMES.split(","))
+
+
 def test_calls(load, tmp_path):
     harness, calls = load("harness"), load("calls")
     settings = harness.Settings(("float32",), True, 0.01, re.compile(""), tmp_path, harness.make_console())

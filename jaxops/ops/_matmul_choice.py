@@ -289,7 +289,7 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
     return held < 0.95 * xla and not_held < 1.2 * xla
 
 
-def _slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
+def slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
     """Why XLA's dot is chosen, for products where it was measured to be faster (benchmarks/TUNING.md)."""
     m, n, k = product.m, product.n, product.k
     operations = 2 * m * n * k * product.batches
@@ -344,6 +344,6 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
         if product.arithmetic == "16bit" and any(_copies(product)):
             return Choice("general", "rows that are not aligned to 16 bytes")
         return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
-    if why := _slower_than_xla(product, device, activation, bias):
+    if why := slower_than_xla(product, device, activation, bias):
         return Choice("xla", why)
     return with_tile(product, *_best_tile(product, device, activation or bias))
