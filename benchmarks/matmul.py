@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import jax
@@ -94,18 +94,24 @@ CASES = {
         Case(512, 512, 512, op="dense_gelu"),
     ],
 }
-#: What the choice for few rows and for small products rests on.
-WEIGHTS = [(1024, 4096), (2048, 2048), (4096, 1024), (4096, 8192), (5120, 5120), (6144, 4096), (8192, 4096)]
+#: What else the choice for few rows and for small products rests on.
+WEIGHTS = "1024x4096 2048x2048 4096x1024 4096x8192 5120x5120 6144x4096 8192x4096 14336x4096"
 FEW_ROWS = [
-    Case(m, *weight, layout)
-    for layout, weight, m in itertools.product(("NN", "NT"), [*WEIGHTS, (14336, 4096)], (16, 32, 48, 64, 128))
+    f"{m}x{weight}{layout}"
+    for layout, weight, m in itertools.product(("", " NT"), WEIGHTS.split(), (16, 32, 48, 64, 128))
 ]
-SMALL_NAMES = """
-256x256x1024, 256x512x640, 256x1024x1024, 256x4096x1024, 384x768x512, 512x512x256, 512x512x512 NT, 512x512x512 TN,
-512x512x2048, 512x768x768, 512x1024x512, 512x2048x512, 640x512x896 NT, 768x512x1024 NT, 768x768x256, 1024x256x1024,
-1024x512x640 TN, 1024x512x1024, 1024x1024x512, 1024x1024x2048, 2048x512x512"""
-SMALL = [*_squares(256, 384, 576, 640, 768, 1536), *map(Case.named, SMALL_NAMES.split(","))]
-
+MORE = """
+1x2048x4096, 1x4096x4096 NT, 1x4096x8192, 1x4096x14336, 1x5120x5120, 1x6144x4096, 1x8192x2048, 1x8192x8192, 2x4096x4096,
+2x28672x4096, 4x4096x4096, 4x28672x4096, 8x4096x4096 NT, 8x4096x14336, 16x4096x4096 NT, 16x4096x14336, 20x8192x8192,
+24x4096x4096, 24x11008x4096, 24x28672x4096, 32x4096x4096 NT, 32x4096x14336, 32x10240x2048, 32x12288x4096 NT,
+33x4096x11008, 40x4096x4096, 48x4096x4096, 48x7168x2048, 48x28672x4096, 56x8192x8192 NT, 64x4096x4096 NT, 64x4096x14336,
+64x5120x1280 NT, 64x11008x4096, 64x12288x6144, 96x4096x4096, 96x28672x4096, 128x2048x4096, 128x3072x3072, 128x4096x2048,
+128x4096x4096 NT, 128x4096x14336, 128x5120x1280 NT, 128x7168x2048 NT, 256x256x256, 256x256x1024, 256x512x640,
+256x1024x1024, 256x4096x1024, 384x384x384, 384x768x512, 512x512x256, 512x512x512 NT, 512x512x512 TN, 512x512x2048,
+512x768x768, 512x1024x512, 512x2048x512, 576x576x576, 640x512x896 NT, 640x640x640, 768x512x1024 NT, 768x768x256,
+768x768x768, 1024x256x1024, 1024x512x640 TN, 1024x512x1024, 1024x1024x512, 1024x1024x2048, 1536x1536x1536, 2048x512x512
+"""
+OWN = [*(case for case in CASES["gpu"] if case.op == "matmul"), *map(Case.named, [*FEW_ROWS, *MORE.split(",")])]
 QUICK = {"gpu": [*_squares(1024), Case(127, 129, 131)], "cpu": [*_squares(128), Case(63, 65, 67)]}
 
 #: The squares of which the best XLA rate is the ceiling.
@@ -183,24 +189,20 @@ def ceiling(dtype: str, clock: harness.Clock, settings: harness.Settings) -> flo
     return max(rates)
 
 
-def tasks(dtype: str, ceiling: float, quick: bool, own: bool = False) -> list[harness.Task]:
+def tasks(measured: Sequence[Case], dtype: str, ceiling: float) -> list[harness.Task]:
     """The measurements of a dtype. Gradients only of plain products: those of the others are such products too.
 
-    What is timed is what a user gets: the kernel that jaxops chooses, which can be XLA's own. own: those of matmul_own.
+    What is timed is what a user gets: the kernel that jaxops chooses, which can be XLA's own.
     """
     found = []
-    measured = cases(dtype, quick)
-    if own:
-        more = [] if quick or dtype.startswith("float8") else [*FEW_ROWS, *SMALL]
-        measured = list(dict.fromkeys([*(case for case in measured if case.op == "matmul"), *more]))
     for case in measured:
         ours, reference = functions(case, dtype)
         draw = harness.drawing(functools.partial(operands, case, dtype))
-        plain = case.op == "matmul" and case.layout == "NN" and not dtype.startswith("float8") and not own
+        plain = case.op == "matmul" and case.layout == "NN" and not dtype.startswith("float8")
         for direction, products in (("forward", 1), ("backward", 2))[: 2 if plain else 1]:
             found.append(
                 harness.Task(
-                    op="matmul_own" if own else case.op,
+                    op=case.op,
                     direction=direction,
                     shape=str(case),
                     dtype=dtype,
@@ -216,19 +218,24 @@ def tasks(dtype: str, ceiling: float, quick: bool, own: bool = False) -> list[ha
 
 
 def run(clock: harness.Clock, settings: harness.Settings, own: bool = False) -> bool:
-    """Measures the products; False if a measurement failed."""
+    """Measures the products; False if a measurement failed. own: those of matmul_own, forward alone."""
     succeeded = True
     for dtype in settings.dtypes:
         best = ceiling(dtype, clock, settings)
+        if own:
+            measured = cases(dtype, settings.quick) if settings.quick or dtype.startswith("float8") else OWN
+            found = [task for task in tasks(measured, dtype, best) if task.direction == "forward"]
+            found = [dataclasses.replace(task, op="matmul_own") for task in found]
+        else:
+            found = tasks(cases(dtype, settings.quick), dtype, best)
         title = f"matmul{'_own' if own else ''} (m x n x k), {dtype}; ceiling: XLA's best square product"
-        succeeded &= harness.run(title, tasks(dtype, best, settings.quick, own), clock, settings)
+        succeeded &= harness.run(title, found, clock, settings)
     return succeeded
 
 
 def run_own(clock: harness.Clock, settings: harness.Settings) -> bool:
     """The same on our own kernels; False also where there are none."""
-    device = choices.local_device()
-    if _backend() == "cpu" or device.capability != choices.H200.capability:
+    if _backend() == "cpu" or choices.local_device().capability != choices.H200.capability:
         settings.console.print("FAILED matmul_own: its kernels need a Hopper GPU", style="red")
         return False
     jax.clear_caches()  # of products lowered by the choice

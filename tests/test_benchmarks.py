@@ -75,9 +75,17 @@ def test_own_kernels_of_matmul(load, tmp_path, capsys):
     assert main.main(command) == (0 if hopper else 1)
     assert hopper or "its kernels need a Hopper GPU" in capsys.readouterr().out
     assert choices.choose(small, choices.H200).kernel == "xla"
-    tasks = load("matmul").tasks("bfloat16", 1.0, False, own=True)
-    assert {(task.op, task.direction) for task in tasks} == {("matmul_own", "forward")}
-    assert all(str(load("matmul").Case.named(name)) == name.strip() for name in load("matmul").SMALL_NAMES.split(","))
+
+
+def test_products_that_the_choice_rests_on(load):
+    """Each once, by their names; all that there are figures of."""
+    matmul = load("matmul")
+    names = [str(case) for case in matmul.OWN]
+    assert len({*names}) == len(names)
+    assert {*matmul.FEW_ROWS, *(name.strip() for name in matmul.MORE.split(","))} <= {*names}
+    results = pathlib.Path(matmul.__file__).parent / "results" / "matmul_own.csv"
+    with results.open() as file:
+        assert {row["shape"] for row in csv.DictReader(file)} <= {*names}
 
 
 def test_calls(load, tmp_path):
@@ -114,7 +122,7 @@ def test_every_shape_list_makes_tasks(load, tmp_path, monkeypatch):
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         tasks = [task for op in rows.OPS for task in rows.tasks(op, settings)]
-        tasks += [task for dtype in settings.dtypes for task in matmul.tasks(dtype, 1.0, False)]
+        tasks += [task for dtype in settings.dtypes for task in matmul.tasks(matmul.cases(dtype, False), dtype, 1.0)]
         labels = [task.label for task in tasks]
         assert len(set(labels)) == len(labels)
         assert all(task.work > 0 for task in tasks)

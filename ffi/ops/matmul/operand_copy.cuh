@@ -5,10 +5,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "core/launch.cuh"
-#include "core/row_shape.h"
 #include "core/types.cuh"
 #include "core/vector_store.cuh"
 #include "ops/matmul/wgmma_launch.h"
@@ -23,17 +21,13 @@ struct MatrixStack {
 
 inline constexpr int kCopyThreads = 256;
 
-// Rows of any length and alignment to rows `stride` bytes apart, a multiple of 16. A thread writes one of a row's
-// `pieces` of 16 bytes, from the two aligned ones that hold it; what follows a row's end is not defined. divisor:
-// `pieces`, if all rows together have less than 2^31.
-inline constexpr int64_t kMostNear = std::numeric_limits<int32_t>::max();
+// Rows of any length and alignment to rows `stride` bytes apart, a multiple of 16. A thread writes 16 bytes, from the
+// two aligned pieces that hold them; what follows a row's end is not defined.
 static __global__ void __launch_bounds__(kCopyThreads)
-    PadRows(const uint8_t* from, int64_t rows, int64_t row_bytes, int64_t pieces, const Divisor32 divisor, uint8_t* to,
-            int64_t stride) {
-  const int64_t index = blockIdx.x * int64_t{kCopyThreads} + threadIdx.x;
-  if (index >= rows * pieces) return;
-  const int64_t row =
-      rows * pieces <= kMostNear ? divisor.Divide(static_cast<uint32_t>(index)) : DivideFar(index, pieces);
+    PadRows(const uint8_t* from, int64_t rows, int64_t row_bytes, uint8_t* to, int64_t stride) {
+  const int64_t pieces = (row_bytes + 15) / 16;  // of a row
+  const int64_t index = blockIdx.x * int64_t{kCopyThreads} + threadIdx.x, row = index / pieces;
+  if (row >= rows) return;
   const int64_t piece = index - row * pieces;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(from);
   const uintptr_t last = (begin + rows * row_bytes - 1) & ~uintptr_t{15};  // the last piece of the array
@@ -53,12 +47,10 @@ static __global__ void __launch_bounds__(kCopyThreads)
 
 inline cudaError_t LaunchPadRows(cudaStream_t stream, const MatrixStack& from, int element_bytes, void* to,
                                  int64_t stride) {
-  const int64_t rows = from.slices * from.rows, row_bytes = from.columns * element_bytes;
-  const int64_t pieces = (row_bytes + 15) / 16, all = rows * pieces;
-  const Divisor32 divisor = all <= kMostNear ? Divisor32(static_cast<uint32_t>(pieces)) : Divisor32();
-  return Launch(stream, PadRows, {(all + kCopyThreads - 1) / kCopyThreads, kCopyThreads},
-                static_cast<const uint8_t*>(from.data), rows, row_bytes, pieces, divisor, static_cast<uint8_t*>(to),
-                stride * element_bytes);
+  const int64_t row_bytes = from.columns * element_bytes, pieces = (row_bytes + 15) / 16;
+  const Grid grid = {(from.slices * from.rows * pieces + kCopyThreads - 1) / kCopyThreads, kCopyThreads};
+  return Launch(stream, PadRows, grid, static_cast<const uint8_t*>(from.data), from.slices * from.rows, row_bytes,
+                static_cast<uint8_t*>(to), stride * element_bytes);
 }
 
 // The nearest TF32: the tensor cores themselves would cut the low bits off.

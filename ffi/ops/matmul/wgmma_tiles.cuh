@@ -147,12 +147,9 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
                    arguments.cluster, Tile::kSharedBytes},
                   arguments);
   if (!split || status != cudaSuccess) return status;
-  const auto sum = [&]<class U> {
-    return Launch(stream, SumPartials<U>, {tiles(packs, 32), kPartialWarps * 32}, p,
-                  Divisor32(static_cast<uint32_t>(row_packs)), Divisor32(static_cast<uint32_t>(p.m)), plan.partials,
-                  plan.splits);
-  };
-  return plan.wide_out ? sum.template operator()<float>() : sum.template operator()<typename P::Result>();
+  return Launch(stream, plan.wide_out ? SumPartials<float> : SumPartials<typename P::Result>,
+                {tiles(packs, 32), kPartialWarps * 32}, p, Divisor32(static_cast<uint32_t>(row_packs)),
+                Divisor32(static_cast<uint32_t>(p.m)), plan.partials, plan.splits);
 }
 
 // Rows along m are loaded 64 at a time.
