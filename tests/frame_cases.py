@@ -135,12 +135,14 @@ def matmul_call(
     transposed: tuple[bool, bool] = (False, False),
     splits: int = 1,
     partials: bool = False,
+    shared: str | None = None,
     copies: tuple[int, int] | None = None,
 ) -> frames.Call:
     """A product in one of choices.ARITHMETICS by a tile, or by the kernels for every GPU if None.
 
     dtypes: the codes of lhs, rhs and result; size: m, n, k. splits: the parts of k, summed by clusters of blocks, or by
-    a kernel of its own if `partials`. copies: of lhs and rhs; None: those that the arithmetic needs.
+    a kernel of its own if `partials`. shared: one of choices.OPERANDS. copies: of lhs and
+    rhs; None: those that the arithmetic needs.
     """
     arithmetic, (m, n, k) = choices.ARITHMETICS[name], size
     # 8-bit and f32 operands lie along k in a copy.
@@ -160,6 +162,7 @@ def matmul_call(
         "tile_rows": tile.rows if tile else 0,
         "tile_columns": tile.columns if tile else 0,
         "band": tile.band if tile else 1,
+        "shared": choices.OPERANDS.index(shared),
         "splits": splits,
         "promote": 1 if arithmetic.promoted else 0,
         "lhs_copy": copies[0],
@@ -182,7 +185,8 @@ def matmul_call(
 
 
 def tile_calls() -> Iterator[frames.Call]:
-    """A product by every tile of every arithmetic, and by two blocks a tile where clusters can sum their parts."""
+    """A product by every tile of every arithmetic, by two blocks a tile where clusters can sum their parts, and by two
+    blocks that share an operand."""
     dtypes = {
         "16bit": (16, 16, 16),
         "tf32": (11, 11, 11),
@@ -192,12 +196,13 @@ def tile_calls() -> Iterator[frames.Call]:
     }
     for name in choices.ARITHMETICS:
         for tile, splits, odd in itertools.product(choices.TILES[name], (1, 2), (False, True)):
-            if (splits == 2 and not tile.clusters) or (odd and not tile.stores_any_rows):
+            if splits > tile.parts or (odd and not tile.stores_any_rows):
                 continue
             size = (min(tile.rows, 300) if tile.rows < 64 else 300, 520 - odd, 1000)
             # 16-bit operands are copied if their rows are not aligned.
             copies = (0, int(odd)) if name == "16bit" else None
-            yield matmul_call(name, tile, dtypes[name], size, splits=splits, copies=copies)
+            for shared in choices.OPERANDS if name == "16bit" and splits == 1 else (None,):
+                yield matmul_call(name, tile, dtypes[name], size, splits=splits, shared=shared, copies=copies)
 
 
 # --- what XLA never sends ---
@@ -238,6 +243,7 @@ def _wrong_values(name: str, value, rank: int) -> list:
         "activation": int32(-1, 5, 2**31 - 1, -(2**31)),
         "triangle": int32(-1, 3, 2**31 - 1),
         "band": int32(0, -1, 65, 2**31 - 1),
+        "shared": int32(-1, 3, 2**31 - 1),
         "splits": int32(0, -1, -(2**31)),
         "promote": int32(-1, -(2**31)),
         "lhs_copy": int32(-1, 3, 2**31 - 1),

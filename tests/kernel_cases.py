@@ -222,7 +222,7 @@ def matmul_cases() -> Iterator[Case]:
         for dtypes in operands[name]:
             for transposed in itertools.product((False, True), repeat=2) if name == "16bit" else [(False, False)]:
                 yield fixed(name, tile, dtypes, (m, n, 256), transposed=transposed)
-                if tile.clusters:
+                if tile.parts > 1:
                     size = (tile.rows if small else 296, 520, 512)
                     yield fixed(name, tile, dtypes, size, transposed=transposed, splits=2, path="split")
             if tile.stores_any_rows:

@@ -34,7 +34,8 @@ def test_choices_are_possible(arithmetic, rng):
         assert tile in choices.TILES[arithmetic]
         assert tile.stores_any_rows or n * result_bytes % 16 == 0 or choice.partials
         assert tile.rows >= 64 or (m <= tile.rows and layout[0] == "N")
-        assert choice.splits == 1 or (tile.clusters and choice.splits <= 8) or choice.partials
+        assert choice.splits <= tile.parts or choice.partials
+        assert choice.shared is None or choice.splits == 1
         itemsize = choices.ARITHMETICS[arithmetic].itemsize
         assert choice.splits <= math.ceil(k / choices.ARITHMETICS[arithmetic].depth)
         columns = k if layout[0] == "N" else m
@@ -86,19 +87,36 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
 
 
 @pytest.mark.parametrize(
+    "m, n, k, layout, shared",
+    [
+        (4096, 4096, 4104, "NT", "rhs"),  # both operands' rows lie across lines of the L2 cache
+        (8192, 1000, 2048, "NN", "rhs"),
+        (4096, 4096, 4104, "NN", "lhs"),
+        (4096, 4096, 4096, "NT", None),
+        (4095, 4097, 4093, "NT", None),  # copies' rows do not
+    ],
+)
+def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared):
+    choice = choices.choose(product(m, n, k, layout=layout), choices.H200, activation=True)
+    assert (choice.kernel, choice.shared) == ("wgmma", shared)
+    assert ("two blocks" in str(choice)) == bool(shared)
+
+
+@pytest.mark.parametrize(
     "m, n, k, layout, tile, splits",
     [
         (1, 4096, 4096, "NN", (32, 64), 2),
         (1, 4096, 4096, "NT", None, 1),
-        (1, 4096, 8192, "NN", None, 1),  # XLA reads them at the memory's rate
+        (1, 4096, 8192, "NN", (32, 64), 2),
+        (1, 28672, 4096, "NN", None, 1),  # XLA reads them at the memory's rate
         (16, 8192, 4096, "NN", None, 1),
         (32, 8192, 4096, "NT", (32, 64), 1),
         (48, 4096, 4096, "NN", (64, 64), 2),
-        (64, 14336, 4096, "NT", (64, 64), 1),
+        (64, 14336, 4096, "NT", (64, 128), 1),
         (64, 28672, 4096, "NN", None, 1),
         (64, 4096, 4096, "TN", None, 1),
         (96, 4096, 4096, "NN", None, 1),  # two tiles of rows
-        (128, 6144, 4096, "NN", (128, 128), 2),
+        (128, 6144, 4096, "NN", (64, 128), 1),
         (128, 4096, 8192, "NN", None, 1),
         (384, 384, 384, "NN", (64, 64), 1),
         (768, 768, 768, "NN", (64, 128), 1),  # not (128, 128) in three parts, which takes twice as long
@@ -106,7 +124,10 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
         (640, 512, 896, "TT", None, 1),
         (512, 512, 256, "NN", None, 1),
         (1000, 500, 700, "NN", None, 1),  # rows do not begin at 128 bytes
-        (1024, 1024, 1024, "NN", None, 1),
+        (1024, 1024, 1024, "NN", (64, 128), 1),
+        (1024, 1024, 2048, "TN", (64, 128), 1),  # not (128, 128) in two parts
+        (512, 512, 2048, "NN", (64, 64), 2),
+        (1536, 1536, 1536, "NN", None, 1),
     ],
 )
 def test_small_products_of_16_bits(m, n, k, layout, tile, splits):

@@ -4,6 +4,7 @@ every launch."""
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -55,23 +56,35 @@ OPERANDS = [
     Operands("f8 fast", "float8_e5m2", "float8_e5m2", ("float32",), "default", 0, 2**-13),
 ]
 
-#: Operands, tile, split of k, and whether its parts are summed by another kernel.
+
+def plans(operands: Operands, tile: choices.Tile) -> Iterator[choices.Plan]:
+    """The ways in which a tile can be used: k split, and an operand shared by two blocks."""
+    yield choices.Plan(tile)
+    if not tile.ping_pong:
+        yield choices.Plan(tile, 3, partials=True)
+    if tile.parts > 1:
+        yield from (choices.Plan(tile, splits) for splits in (2, min(5, tile.parts)))
+    if operands.lhs == "bfloat16" or (operands.arithmetic == "f8" and tile.rows == 128):
+        yield from (choices.Plan(tile, shared=name) for name in choices.OPERANDS[1:])
+
+
 CONFIGURATIONS = [
-    (operands, tile, splits, partials)
+    (operands, plan)
     for operands in OPERANDS
     for tile in choices.TILES[operands.arithmetic]
-    for splits, partials in ((1, False), (2, False), (3, True), (5, False))
-    if splits == 1 or (not tile.ping_pong and (partials or tile.clusters))
+    for plan in plans(operands, tile)
 ]
 
 
-def name_of(part) -> str | None:
+def name_of(part) -> str:
     if isinstance(part, Operands):
         return f"{part.arithmetic} {part.lhs} {part.rhs}"
-    return f"{part.rows}x{part.columns}{'pp' if part.ping_pong else ''}" if isinstance(part, choices.Tile) else None
+    split = f" {part.splits} {'partials' if part.partials else 'clusters'}" if part.splits > 1 else ""
+    shared = f" {part.shared} shared" if part.shared else ""
+    return f"{part.tile.rows}x{part.tile.columns}{'pp' if part.tile.ping_pong else ''}{split}{shared}"
 
 
-every_configuration = pytest.mark.parametrize("operands, tile, splits, partials", CONFIGURATIONS, ids=name_of)
+every_configuration = pytest.mark.parametrize("operands, plan", CONFIGURATIONS, ids=name_of)
 
 
 class Case(NamedTuple):
@@ -133,22 +146,24 @@ class Case(NamedTuple):
 
 @pytest.fixture
 def force(monkeypatch):
-    """Makes one configuration the choice for every product; where it can not be, the call fails."""
+    """Makes one plan the choice for every product; where it can not be, the call fails."""
 
-    def force(tile, *options):
-        monkeypatch.setattr(choices, "choose", lambda product, *_: choices.with_tile(product, tile, *options))
+    def force(plan):
+        monkeypatch.setattr(choices, "choose", lambda product, *_: choices.planned(product, plan))
 
     return force
 
 
-def fits(case: Case, operands: Operands, tile, splits, partials) -> bool:
+def fits(case: Case, operands: Operands, plan: choices.Plan) -> bool:
     """Whether the table could choose so."""
+    tile = plan.tile
     aligned = case.n * np.dtype(case.result).itemsize % 16 == 0
     rows = tile.rows >= 64 or (case.m <= tile.rows and case.layout[0] == "N")
     return (
         rows
-        and (aligned or partials or tile.stores_any_rows)
-        and math.ceil(case.k / choices.ARITHMETICS[operands.arithmetic].depth) >= splits
+        and (aligned or plan.partials or tile.stores_any_rows)
+        and math.ceil(case.k / choices.ARITHMETICS[operands.arithmetic].depth) >= plan.splits
+        and not (plan.shared and case.triangle)
     )
 
 
@@ -166,20 +181,20 @@ def check(operands: Operands, cases: list[Case], rng):
 
 
 @every_configuration
-def test_layouts(operands, tile, splits, partials, force, rng):
-    force(tile, splits, partials)
+def test_layouts(operands, plan, force, rng):
+    force(plan)
     shapes = [(200, 328, 256), (333, 515, 1027), (1, 8, 96), (64, 1000, 640), (129, 257, 4100)]
     shapes += [(17, 400, 2048), (32, 65, 513)]
     cases = [
         Case(m, n, k, layout, result)
         for (m, n, k), layout, result in itertools.product(shapes, ("NN", "NT", "TN", "TT"), operands.results)
     ]
-    check(operands, [case for case in cases if fits(case, operands, tile, splits, partials)], rng)
+    check(operands, [case for case in cases if fits(case, operands, plan)], rng)
 
 
 @every_configuration
-def test_epilogues(operands, tile, splits, partials, force, rng):
-    force(tile, splits, partials)
+def test_epilogues(operands, plan, force, rng):
+    force(plan)
     cases = [
         Case(m, n, k, layout, result, (), bias, activation, preactivation, scaled)
         for (m, n, k, layout) in ((200, 328, 256, "NN"), (333, 515, 640, "NT"), (30, 264, 512, "NN"))
@@ -194,12 +209,12 @@ def test_epilogues(operands, tile, splits, partials, force, rng):
             (False, None, False, True),
         )
     ]
-    check(operands, [case for case in cases if fits(case, operands, tile, splits, partials)], rng)
+    check(operands, [case for case in cases if fits(case, operands, plan)], rng)
 
 
 @every_configuration
-def test_batches(operands, tile, splits, partials, force, rng):
-    force(tile, splits, partials)
+def test_batches(operands, plan, force, rng):
+    force(plan)
     cases = [
         Case(m, n, k, layout, result, batches, finished, "gelu" if finished else None, False, finished, wide=wide)
         for wide in {False, operands.arithmetic == "f32"}
@@ -208,12 +223,12 @@ def test_batches(operands, tile, splits, partials, force, rng):
         for result in operands.results[:1]
         for batches, finished in (((3, 3), False), ((3, 3), True), ((3, 1), False), ((1, 3), True))
     ]
-    check(operands, [case for case in cases if fits(case, operands, tile, splits, partials)], rng)
+    check(operands, [case for case in cases if fits(case, operands, plan)], rng)
 
 
-@every_configuration
-def test_triangles(operands, tile, splits, partials, force, rng):
-    force(tile, splits, partials)
+@pytest.mark.parametrize("operands, plan", [c for c in CONFIGURATIONS if not c[1].shared], ids=name_of)
+def test_triangles(operands, plan, force, rng):
+    force(plan)
     cases = [
         Case(m, n, k, layout, result, batches, triangle=triangle)
         for m, n, k in ((300, 328, 704), (700, 264, 328), (31, 264, 520), (520, 64, 1096))
@@ -221,7 +236,7 @@ def test_triangles(operands, tile, splits, partials, force, rng):
         for triangle in ("result", "lhs")
         for result, batches in ((operands.results[0], (5, 5)), (operands.results[-1], ()))
     ]
-    check(operands, [case for case in cases if fits(case, operands, tile, splits, partials)], rng)
+    check(operands, [case for case in cases if fits(case, operands, plan)], rng)
 
 
 @pytest.mark.parametrize("operands", OPERANDS, ids=name_of)
@@ -230,7 +245,7 @@ def test_random_shapes(operands, seed, monkeypatch):
     """Sizes from 1 to 5000, the tile that is expected to be the fastest."""
 
     def best(product, device, activation=False, bias=False):
-        return choices.with_tile(product, *choices._best_tile(product, device, activation or bias))
+        return choices.planned(product, choices._best_plan(product, device, activation or bias))
 
     monkeypatch.setattr(choices, "choose", best)
     rng = np.random.default_rng(seed)
@@ -244,15 +259,15 @@ def test_random_shapes(operands, seed, monkeypatch):
 
 
 full_precision_configurations = pytest.mark.parametrize(
-    "operands, tile, splits, partials", [c for c in CONFIGURATIONS if c[0].arithmetic == "f32"], ids=name_of
+    "operands, plan", [c for c in CONFIGURATIONS if c[0].arithmetic == "f32"], ids=name_of
 )
 
 
 @full_precision_configurations
 @pytest.mark.parametrize("layout", ["NN", "TT"])
-def test_full_precision_whatever_the_exponents(operands, tile, splits, partials, layout, force, rng):
+def test_full_precision_whatever_the_exponents(operands, plan, layout, force, rng):
     """Error against |lhs| @ |rhs|, entry by entry, where f16 holds the parts of all blocks, of some, or of none."""
-    force(tile, splits, partials)
+    force(plan)
     case = Case(200, 328, 1000, layout, "float32")
     lhs, rhs = case.draw(rng, operands)
     along_k = (1 if layout[0] == "N" else 0, 0 if layout[1] == "N" else 1)
@@ -285,11 +300,11 @@ def test_full_precision_whatever_the_exponents(operands, tile, splits, partials,
 
 
 @full_precision_configurations
-def test_full_precision_beyond_the_numbers(operands, tile, splits, partials, force, rng):
+def test_full_precision_beyond_the_numbers(operands, plan, force, rng):
     """Infinite and no numbers, and finite operands whose sums overflow: as IEEE says. Of many tiles too."""
-    force(tile, splits, partials)
+    force(plan)
     cases = [Case(200, 328, 640, "NN", "float32"), Case(130, 72, 300, "TT", "float32", (3, 1))]
-    cases += [Case(3000, 3000, 64, "NN", "float32")] * (splits == 1)
+    cases += [Case(3000, 3000, 64, "NN", "float32")] * (plan.splits == 1)
     for case in cases:
         lhs, rhs = case.draw(rng, operands)
         odd = lhs.copy()
@@ -315,12 +330,13 @@ def test_full_precision_beyond_the_numbers(operands, tile, splits, partials, for
 
 @pytest.mark.slow
 @every_configuration
-def test_400_launches_give_the_same_bits(operands, tile, splits, partials, force, rng):
+def test_400_launches_give_the_same_bits(operands, plan, force, rng):
     """A race between the stages of a tile shows in a few launches of hundreds."""
-    force(tile, splits, partials)
-    m = min(tile.rows, 32) if tile.rows < 64 else 1160
-    layouts = ("NN", "NT") if tile.rows < 64 else ("NN", "TT")
-    finished = (False, None, False) if partials else (True, "gelu", True)
+    force(plan)
+    small = plan.tile.rows < 64
+    m = plan.tile.rows if small else 1160
+    layouts = ("NN", "NT") if small else ("NN", "TT")
+    finished = (False, None, False) if plan.partials else (True, "gelu", True)
     cases = [
         Case(m, 1032, 1096, layout, result, (), *options, wide=wide)
         for wide in {False, operands.arithmetic == "f32"}

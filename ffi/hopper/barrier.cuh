@@ -8,6 +8,14 @@ namespace jaxops::hopper {
 
 inline constexpr int kWarpgroup = 128;  // threads
 
+// True in one lane of a warp, all of which call it. What only that lane does is known to the compiler to be done once:
+// copies by the copy engine are not wrapped in a loop over lanes.
+__device__ inline bool ElectLane() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected;
+}
+
 // An mbarrier, by its address. A phase ends when all arrivals and all expected bytes have come; waiting for parity 1 of
 // a fresh barrier returns at once.
 struct Barrier {
@@ -17,8 +25,30 @@ struct Barrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
   }
   __device__ void Arrive() const { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory"); }
+  // In the threads where `arrives` is true, without a branch: here, or at another block's barrier, at `address` as
+  // AddressIn gives it.
+  __device__ void ArriveIf(bool arrives) const {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(address),
+        "r"(static_cast<uint32_t>(arrives))
+        : "memory");
+  }
+  static __device__ void ArriveInClusterIf(bool arrives, uint32_t address) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}" ::"r"(address),
+        "r"(static_cast<uint32_t>(arrives))
+        : "memory");
+  }
   __device__ void ArriveAndExpect(int bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
+  }
+  // For what other blocks of the cluster have stored.
+  __device__ void WaitForCluster(uint32_t parity) const {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra WAIT;\n}" ::"r"(address),
+        "r"(parity)
+        : "memory");
   }
   __device__ void Wait(uint32_t parity) const {
     asm volatile(
@@ -53,21 +83,23 @@ __device__ inline uint32_t ClusterRank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ inline void ClusterArrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// That this block runs, and what FenceBarriers has made visible is so to those who wait. Orders nothing else: a barrier
+// that releases waits for all earlier writes to global memory, 0.5 us and more.
+__device__ inline void ClusterArrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void ClusterWait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// Where the cluster's block `rank` has what this block has at `address` of its shared memory, and what is there.
+// Where the cluster's block `rank` has what this block has at `address` of its shared memory.
 __device__ inline uint32_t AddressIn(uint32_t rank, uint32_t address) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-__device__ inline float4 LoadFromCluster(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
+// Stores into the shared memory of another block; the 16 bytes count towards a barrier there. Both places as AddressIn
+// gives them.
+__device__ inline void StoreInCluster(uint32_t target, float4 v, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
 }
 
 // Gives registers of this warpgroup back, or takes such, so that it has kCount a thread.

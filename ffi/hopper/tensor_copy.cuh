@@ -64,6 +64,17 @@ __device__ inline void LoadBox(uint32_t target, const CUtensorMap& map, Barrier 
       "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(slice)
       : "memory");
 }
+// The same for both blocks of a cluster of two: to the same place of each one's shared memory, where its bytes count
+// towards that block's barrier.
+__device__ inline void LoadBoxForPair(uint32_t target, const CUtensorMap& map, Barrier barrier, int column, int row,
+                                      int slice) {
+  constexpr uint16_t kBoth = 3;  // a bit for each rank
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target),
+      "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(slice), "h"(kBoth)
+      : "memory");
+}
 // Stores a box, as a group of its own.
 __device__ inline void StoreBox(const CUtensorMap& map, uint32_t source, int column, int row, int slice) {
   asm volatile(
@@ -77,8 +88,6 @@ template <int kPending>
 __device__ void WaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// Until all of this thread's stores are done.
-__device__ inline void WaitStores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace jaxops::hopper
 

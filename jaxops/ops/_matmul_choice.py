@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -35,6 +36,9 @@ def local_device() -> Device:
         return H200
     return Device(str(device.compute_capability), int(device.core_count))
 
+
+#: Of which two blocks load half of each tile for both, in the order of the calling convention.
+OPERANDS = (None, "lhs", "rhs")
 
 #: What need not be multiplied, in the order of the calling convention: see Spec in _matmul_kernel.py.
 TRIANGLES = (None, "result", "lhs")
@@ -69,7 +73,7 @@ class Tile(NamedTuple):
     band: int = 8  # tile rows that run side by side
     stores_any_rows: bool = True  # else only results whose rows are aligned to 16 bytes
     resident: int = 1  # blocks of a multiprocessor
-    clusters: bool = False  # the parts of a split can be summed by clusters of blocks
+    parts: int = 1  # of a split, at most, that a cluster of blocks can sum: the others' sums fit into a block's memory
 
 
 class Arithmetic(NamedTuple):
@@ -100,23 +104,22 @@ ARITHMETICS = {
 }
 
 _COMMON_TILES = (
-    Tile(32, 64, False, 0.45, resident=2, clusters=True),  # for up to 32 rows that lie along k
-    Tile(64, 64, False, 0.45, clusters=True),
-    Tile(64, 128, False, 0.7, clusters=True),
-    Tile(128, 128, False, 0.84, clusters=True),
-    Tile(128, 128, True, 0.99, band=2),
+    Tile(32, 64, False, 0.45, resident=2, parts=6),  # for up to 32 rows that lie along k
+    Tile(64, 64, False, 0.45, parts=8),
+    Tile(64, 128, False, 0.77, parts=7),
+    Tile(128, 128, False, 0.95, parts=4),
+    Tile(128, 128, True, 1.01, band=2),
     Tile(128, 192, True, 1.0, stores_any_rows=False),
-    Tile(128, 256, False, 0.98),
-    Tile(256, 192, False, 0.98, stores_any_rows=False),
+    Tile(128, 256, False, 0.97),
 )
 _PARTS_TILES = (
-    Tile(64, 128, False, 0.63, clusters=True),
-    Tile(128, 128, False, 0.84, clusters=True),
+    Tile(64, 128, False, 0.63, parts=7),
+    Tile(128, 128, False, 0.84, parts=4),
 )
 _PROMOTED_TILES = (
-    Tile(64, 64, False, 0.4, clusters=True),
-    Tile(64, 128, False, 0.65, clusters=True),
-    Tile(128, 128, False, 0.85, clusters=True),
+    Tile(64, 64, False, 0.4, parts=8),
+    Tile(64, 128, False, 0.65, parts=7),
+    Tile(128, 128, False, 0.85, parts=4),
     Tile(128, 192, False, 0.9),
 )
 _FAST_F8_TILES = (_COMMON_TILES[2], _COMMON_TILES[4], _COMMON_TILES[6])
@@ -128,13 +131,17 @@ TILES = {
     "f8 fast": _FAST_F8_TILES,
 }
 
-#: Bytes a microsecond from memory and from the L2 cache.
-_MEMORY, _L2 = 4.2e6, 13e6
+#: Bytes a microsecond from memory and from the L2 cache, and the norm of what these and the products take: they hide
+#: each other, but not wholly where they take equally long.
+_MEMORY, _L2, _NORM = 4.2e6, 19e6, 4
+#: Bytes of a line of the L2 cache, and how much longer it takes to load rows that lie across lines.
+_LINE, _STRADDLING = 128, 2.9
 #: Microseconds that a further kernel costs, and that a block needs to begin.
 _KERNEL, _FILL = 2.5, 2.0
-#: Microseconds that a cluster needs to sum the parts of a tile: its first block for each 64 x 64 sums of another, less
-#: what other constants make up for, but at least so many.
-_CLUSTER, _CLUSTER_LESS, _CLUSTER_LEAST = 0.75, 2.0, 1.0
+#: Microseconds that a cluster needs to sum the parts of a tile, and more for each 64 x 64 sums of a further part.
+_CLUSTER, _CLUSTER_SUMS = 2.4, 0.5
+#: Microseconds that partial results cost, with the kernel that sums them, and bytes of them a microsecond more.
+_PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
 #: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, and others (with a bias or an
 #: activation, or to rows that are not aligned). Tiles in ping-pong hide them behind the next tile.
 _PLAIN_STORE, _STORE = 1.0, 5.0
@@ -164,10 +171,11 @@ class FewRows(NamedTuple):
 
 
 _FEW_ROWS = (
-    FewRows((1, 1), (1, 8192), (1, 8192), (8e6, 1.7e7), rhs_transposed=(False,)),
-    FewRows((17, 32), (8192, 14336), (2048, 8192), (2e7, 7e7)),
-    FewRows((33, 64), (4096, 14336), (1024, 14336), (4e6, 7e7)),
-    FewRows((128, 128), (4096, 8192), (1024, 5120), (4e6, 3.4e7)),
+    FewRows((1, 1), (2048, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
+    FewRows((17, 32), (4096, 14336), (1024, 14336), (4e6, 7e7)),
+    FewRows((33, 64), (2048, 14336), (1024, 14336), (4e6, 7e7)),
+    FewRows((97, 128), (1024, 11008), (1024, 6144), (1e6, 5e7)),
+    FewRows((97, 128), (1024, 2048), (6144, 8192), (6e6, 1.7e7)),
 )
 
 
@@ -184,6 +192,7 @@ class Choice:
     tile: Tile | None = None
     splits: int = 1
     partials: bool = False  # the parts of a split are written and summed by another kernel; else by clusters of blocks
+    shared: str | None = None  # one of OPERANDS
     promote: int = 0  # k tiles after which sums are promoted; 0: never, or as products in parts do
     lhs_copy: int = 0
     rhs_copy: int = 0
@@ -196,6 +205,8 @@ class Choice:
         if self.splits > 1:
             where = "partial results" if self.partials else "clusters"
             parts.append(f"k split in {self.splits} {where}")
+        if self.shared:
+            parts.append(f"{self.shared} loaded by two blocks for both")
         for name, copy in (("lhs", self.lhs_copy), ("rhs", self.rhs_copy)):
             if copy:
                 parts.append(f"{name} copied {('', 'with padded rows', 'transposed')[copy]}")
@@ -219,16 +230,39 @@ def _copies(product: Product) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def _tiles(product: Product, tile: Tile) -> int:
-    return math.ceil(product.m / tile.rows) * math.ceil(product.n / tile.columns) * product.batches
+class Plan(NamedTuple):
+    """How the tensor cores' kernel computes a product: the fields of Choice."""
+
+    tile: Tile
+    splits: int = 1
+    partials: bool = False
+    shared: str | None = None
 
 
-def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, device: Device, finished: bool) -> float:
-    """The time that a tile and a split of k are expected to take."""
+def _tiles(product: Product, plan: Plan) -> int:
+    """Tiles of the result, with those beyond its edge that blocks have who share an operand."""
+    rows, columns = math.ceil(product.m / plan.tile.rows), math.ceil(product.n / plan.tile.columns)
+    if plan.shared:
+        rows, columns = (rows + rows % 2, columns) if plan.shared == "rhs" else (rows, columns + columns % 2)
+    return rows * columns * product.batches
+
+
+def _straddling(product: Product) -> tuple[bool, bool]:
+    """Whether the rows of lhs and of rhs, as the kernel reads them, lie across lines of the L2 cache."""
+    itemsize = ARITHMETICS[product.arithmetic].itemsize
+    columns, copies = _columns(product), _copies(product)
+    rows = [size * itemsize for size in columns]  # in bytes
+    found = [not copy and row % _LINE != 0 and _LINE % row != 0 for row, copy in zip(rows, copies, strict=True)]
+    return found[0], found[1]
+
+
+def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) -> float:
+    """The time that a plan is expected to take."""
     arithmetic = ARITHMETICS[product.arithmetic]
     itemsize = arithmetic.itemsize
+    tile, splits = plan.tile, plan.splits
     m, n, k, batches = product.m, product.n, product.k, product.batches
-    blocks = _tiles(product, tile) * splits
+    blocks = _tiles(product, plan) * splits
     depth = math.ceil(math.ceil(k / arithmetic.depth) / splits) * arithmetic.depth
     rate = arithmetic.peak * 1e6 / device.multiprocessors * tile.efficiency
     waves = math.ceil(blocks / device.multiprocessors)
@@ -237,45 +271,63 @@ def _microseconds(product: Product, tile: Tile, splits: int, partials: bool, dev
     store *= 2 if tile.ping_pong else waves  # a warpgroup has the whole tile, but only the last one shows
     compute = waves * (2 * max(tile.rows, 64) * tile.columns * depth / rate) + store
     read = batches * (m * k + k * n) * itemsize
-    shared = blocks / splits * (min(tile.rows, m) + min(tile.columns, n)) * k * itemsize
-    written = batches * m * n * (4 * splits if partials else product.result_bytes)
+    loads = [
+        min(size, most) * (_STRADDLING if straddling else 1) / (2 if plan.shared == name else 1)
+        for name, size, most, straddling in zip(
+            OPERANDS[1:], (tile.rows, tile.columns), (m, n), _straddling(product), strict=True
+        )
+    ]
+    loaded = blocks / splits * sum(loads) * k * itemsize
+    written = batches * m * n * (4 * splits if plan.partials else product.result_bytes)
     busy = min(1, blocks / device.multiprocessors)  # the share of the multiprocessors that load
-    time = max(compute, (read + written) / _MEMORY / busy**0.5, shared / _L2 / busy) + _FILL
-    if partials:
-        time += _KERNEL + batches * m * n * 4 * splits / _L2
+    overlapping = compute, (read + written) / _MEMORY / busy**0.5, loaded / _L2 / busy
+    time = sum(t**_NORM for t in overlapping) ** (1 / _NORM) + _FILL
+    if plan.partials:
+        time += _PARTIALS + batches * m * n * 4 * splits / _PARTIALS_RATE
     elif splits > 1:
         sums = (splits - 1) * max(tile.rows, 64) * tile.columns / (64 * 64)
-        time += max(_CLUSTER * sums - _CLUSTER_LESS, _CLUSTER_LEAST)
+        time += _CLUSTER + _CLUSTER_SUMS * sums
     return time
 
 
-def _best_tile(product: Product, device: Device, finished: bool = False) -> tuple[Tile, int, bool]:
-    """The tile, the split of k, and whether its parts are summed by another kernel.
+def _plans(product: Product, device: Device) -> Iterator[Plan]:
+    """Those that could compute a product."""
+    arithmetic = ARITHMETICS[product.arithmetic]
+    aligned = product.n * product.result_bytes % 16 == 0
+    few_rows = product.m <= 32 and not product.lhs_transposed and TILES[product.arithmetic][0].rows == 32
+    depth = math.ceil(product.k / arithmetic.depth)
+    sharing = not arithmetic.in_parts and not product.triangle
+    shared = [None, *(name for name, straddling in zip(OPERANDS[1:], _straddling(product), strict=True) if straddling)]
+    for tile in TILES[product.arithmetic]:
+        if (not aligned and not tile.stores_any_rows) or (tile.rows == 32) != few_rows:
+            continue
+        yield from (Plan(tile, shared=name) for name in (shared if sharing else [None]))
+        if tile.ping_pong:
+            continue
+        tiles = _tiles(product, Plan(tile))
+        most = max(1, min(depth // 4, device.multiprocessors * tile.resident // tiles))
+        for splits in range(2, most + 1):
+            room = _CLUSTERED_BLOCKS.get(splits, 0) * tile.resident * device.multiprocessors // H200.multiprocessors
+            yield Plan(tile, splits, partials=True)
+            if splits <= tile.parts and tiles * splits <= room:
+                yield Plan(tile, splits)
+
+
+def _best_plan(product: Product, device: Device, finished: bool = False) -> Plan:
+    """The plan that is expected to be the fastest.
 
     finished: whether sums are scaled, biased or activated, not only rounded.
     """
     if product.triangle and product.arithmetic == "16bit":  # larger tiles leave less of it out
         side = 64 if product.n <= 64 else 128
-        return next(t for t in TILES[product.arithmetic] if t[:3] == (side, side, False)), 1, False
-    aligned = product.n * product.result_bytes % 16 == 0
-    depth = math.ceil(product.k / ARITHMETICS[product.arithmetic].depth)
-    found = []
-    for tile in TILES[product.arithmetic]:
-        if not aligned and not tile.stores_any_rows:
-            continue
-        few_rows = product.m <= 32 and not product.lhs_transposed and TILES[product.arithmetic][0].rows == 32
-        if (tile.rows == 32) != few_rows:
-            continue
-        tiles = _tiles(product, tile)
-        most = 1 if tile.ping_pong else max(1, min(depth // 4, device.multiprocessors * tile.resident // tiles))
-        for splits in range(1, most + 1):
-            room = _CLUSTERED_BLOCKS.get(splits, 0) * tile.resident * device.multiprocessors // H200.multiprocessors
-            clusters = tile.clusters and tiles * splits <= room
-            for partials in {splits > 1, splits > 1 and not clusters}:
-                time = _microseconds(product, tile, splits, partials, device, finished)
-                area = tile.rows * tile.columns  # of equally fast tiles those that reach least beyond the result
-                found.append((time, tiles * area, -area, tile, splits, partials))
-    return min(found)[3:]
+        return Plan(next(t for t in TILES[product.arithmetic] if t[:3] == (side, side, False)))
+
+    def order(plan: Plan):  # of equally fast ones that whose tiles reach least beyond the result
+        area = plan.tile.rows * plan.tile.columns
+        time = _microseconds(product, plan, device, finished)
+        return time, _tiles(product, plan) * area, -area, plan.splits, plan.shared or ""
+
+    return min(_plans(product, device), key=order)
 
 
 def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
@@ -283,7 +335,7 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
     m, n, k, batches = product.m, product.n, product.k, product.batches
     xla = 3 + 2 * m * n * k * batches / 45e6
     split = batches * (m + n) * math.ceil(k / 64) * 64 * 8 / 3.5e6  # 4 bytes read and 4 written; in TF32 4 and 8 more
-    multiply = 1.3 * _microseconds(product, *_best_tile(product, device, finished), device, finished)
+    multiply = 1.3 * _microseconds(product, _best_plan(product, device, finished), device, finished)
     fixed = 2 * _KERNEL  # a flag cleared and two kernels that find nothing to do
     held, not_held = split + multiply + fixed, 2.5 * split + 1.5 * multiply + fixed
     return held < 0.95 * xla and not_held < 1.2 * xla
@@ -317,8 +369,9 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
     if any(few_rows.holds(product) for few_rows in _FEW_ROWS):
         return None
     whole = all(size % 64 == 0 for size in (m, n, k)) and not (product.lhs_transposed and product.rhs_transposed)
-    if whole and not bias and min(m, n) >= 256 and 1 << 17 <= m * n <= 768 * 768 and 384 <= k <= 1024:
-        return None  # 32 to 144 tiles of 64 x 64: about one for each multiprocessor
+    if whole and not bias and min(m, n) >= 256 and 1 << 17 <= m * n <= (1 << 20 if k >= 1024 else 768 * 768):
+        if 384 <= k <= 4096:
+            return None  # at most 144 tiles of 64 x 64, or 128 of 64 x 128: about one for each multiprocessor
     if m * n <= 1 << 16 and k >= 1 << 14:
         return None  # k is split
     if n <= 128 and m >= 4096 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
@@ -330,10 +383,10 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
     return "16 bits, aligned: XLA's own dot is ahead by 1 to 5 %, and by more for few rows and small products"
 
 
-def with_tile(product: Product, tile: Tile, splits: int = 1, partials: bool = False) -> Choice:
-    """Hopper's kernel with a tile and a split of k."""
+def planned(product: Product, plan: Plan) -> Choice:
+    """Hopper's kernel by a plan."""
     promote = int(ARITHMETICS[product.arithmetic].promoted)
-    return Choice("wgmma", "Hopper's tensor cores", tile, splits, partials, promote, *_copies(product))
+    return Choice("wgmma", "Hopper's tensor cores", *plan, promote, *_copies(product))
 
 
 def choose(product: Product, device: Device, activation: bool = False, bias: bool = False) -> Choice:
@@ -346,4 +399,4 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
         return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
     if why := slower_than_xla(product, device, activation, bias):
         return Choice("xla", why)
-    return with_tile(product, *_best_tile(product, device, activation or bias))
+    return planned(product, _best_plan(product, device, activation or bias))

@@ -46,6 +46,7 @@ struct Choice {
   int32_t tile_rows, tile_columns;  // 0: a kernel for every GPU
   bool ping_pong;
   int32_t band;
+  matmul::SharedOperand shared;
   bool in_parts;
   int32_t splits, promote;
   OperandCopy lhs_copy, rhs_copy;
@@ -169,6 +170,7 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
   plan.tile_columns = choice.tile_columns;
   plan.ping_pong = choice.ping_pong;
   plan.band = choice.band;
+  plan.shared = choice.shared;
   plan.in_parts = choice.in_parts;
   plan.promote = choice.promote;
   plan.wide_out = wide_out;
@@ -209,17 +211,19 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
 Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs rest, BufferResult out,
              ffi::RemainingRets more, bool lhs_transposed, bool rhs_transposed, int32_t activation, int32_t triangle,
              bool has_scale, bool has_preactivation, int32_t tile_rows, int32_t tile_columns, bool ping_pong,
-             int32_t band, bool in_parts, int32_t splits, int32_t promote, int32_t lhs_copy, int32_t rhs_copy,
-             bool has_partials) {
+             int32_t band, int32_t shared, bool in_parts, int32_t splits, int32_t promote, int32_t lhs_copy,
+             int32_t rhs_copy, bool has_partials) {
   constexpr int32_t kCopies = static_cast<int32_t>(OperandCopy::kCount);
   if (lhs_copy < 0 || lhs_copy >= kCopies || rhs_copy < 0 || rhs_copy >= kCopies || band < 1 || splits < 1 ||
-      promote < 0 || (splits > 8 && !has_partials) || band > 64) {
+      promote < 0 || shared < 0 || shared >= static_cast<int32_t>(matmul::SharedOperand::kCount) ||
+      (splits > 8 && !has_partials) || band > 64) {
     return Invalid(kHandler, "attributes out of range");  // 64 bands of tile columns are counted in 32 bits
   }
   const Choice choice = {tile_rows,
                          tile_columns,
                          ping_pong,
                          band,
+                         static_cast<matmul::SharedOperand>(shared),
                          in_parts,
                          splits,
                          promote,
@@ -303,6 +307,7 @@ JAXOPS_HANDLER(matmul, jaxops::Matmul,
                    .Attr<int32_t>("tile_columns")
                    .Attr<bool>("ping_pong")
                    .Attr<int32_t>("band")
+                   .Attr<int32_t>("shared")
                    .Attr<bool>("in_parts")
                    .Attr<int32_t>("splits")
                    .Attr<int32_t>("promote")

@@ -6,8 +6,12 @@
 // blocks which run together share operands in the L2 cache. With two warpgroups that multiply, either each takes half
 // of a tile's rows (cooperative), or each takes tiles of its own and one stores its tile while the other multiplies
 // (ping-pong). The parts of a product that is split along k are summed in a fixed order: by the first block of a
-// cluster, which reads the others' sums from their shared memory, or, where they are many, as f32 partial results in
-// memory by a kernel of its own.
+// cluster, to whose shared memory the others send their sums, or, where they are many, as f32 partial results in memory
+// by a kernel of its own.
+//
+// Rows of an operand that do not begin at 128 bytes lie across two lines of the L2 cache each, and the loads of all
+// blocks take twice as long. Then two blocks of adjacent tiles form a cluster and share that operand: each loads half
+// of every tile for both.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_CUH_
 
@@ -40,24 +44,56 @@ __device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrie
   }
 }
 
+// Loads one half of it for both blocks of a pair. Boxes have half as many rows.
+template <Major kMajor, int kSize, int kDepth>
+__device__ void LoadHalf(uint32_t target, const CUtensorMap& map, Barrier barrier, int first, int k_tile, int slice) {
+  const int half = static_cast<int>(hopper::ClusterRank());
+  if constexpr (kMajor == Major::kDepth) {
+    constexpr int kHalf = kSize / 2;
+    hopper::LoadBoxForPair(target + half * kHalf * hopper::kBoxRowBytes, map, barrier, k_tile * kDepth,
+                           first + half * kHalf, slice);
+  } else {
+    target += half * kBlockBytes / 2;
+#pragma unroll
+    for (int block = 0; block < kSize / 64; ++block)
+      hopper::LoadBoxForPair(target + block * kBlockBytes, map, barrier, first + block * 64,
+                             k_tile * kDepth + half * kDepth / 2, slice);
+  }
+}
+
 template <class Tile, class P>
 __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
   const WgmmaWorks<Tile, P> works(arguments);
   RingPlace<Tile> place{0, 1};
+  const SharedOperand shared = arguments.shared;
+  if (arguments.paired()) hopper::ClusterWait();  // the other block's barriers are ready
   works.ForEach([&](const WgmmaWork& work) {
     int lhs, rhs;  // operands' matrices
     arguments.matrices.At(work.batch, &lhs, &rhs);
 #pragma unroll 1
     for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
       ring.Empty(place.stage).Wait(place.parity);
-      const Barrier full = ring.Full(place.stage);
-      full.ArriveAndExpect(Tile::kStageBytes);
-      LoadTile<P::kLhs, Tile::kRows, P::kDepth>(ring.Lhs(place.stage), arguments.lhs, full, work.row, k_tile, lhs);
-      LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(ring.Rhs(place.stage), arguments.rhs, full, work.column, k_tile,
-                                                   rhs);
+      if (hopper::ElectLane()) {
+        const Barrier full = ring.Full(place.stage);
+        full.ArriveAndExpect(arguments.stage_bytes);
+        const uint32_t lhs_tile = ring.Lhs(place.stage), rhs_tile = ring.Rhs(place.stage);
+        if (shared == SharedOperand::kLhs) {
+          LoadHalf<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+        } else {
+          LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+        }
+        if (shared == SharedOperand::kRhs) {
+          LoadHalf<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
+        } else {
+          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
+        }
+      }
       place.Advance();
     }
   });
+  // The other block of the pair has received all that this one loads, and arrives here no more.
+  if (arguments.paired())
+    for (int i = 0; i < Tile::kStages; ++i, place.Advance()) ring.Empty(place.stage).Wait(place.parity);
 }
 
 template <bool kSecond, class T>
@@ -80,8 +116,11 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
   RingPlace<Tile> place;
   float sums[kBlocks][kColumns / 2];
   float promoted[kBlocks][kColumns / 2];  // not used, hence no registers, without promotion
-  const auto release = [&](int stage) {
-    if (threadIdx.x % 32 == 0) ring.Empty(stage).Arrive();
+  const bool releases = threadIdx.x % 32 == 0, releases_both = releases && arguments.paired();
+  const uint32_t other = hopper::AddressIn(hopper::ClusterRank() ^ arguments.paired(), ring.Empty(0).address);
+  const auto release = [&](int stage) {  // without branches: they cost much of a short k tile's time
+    ring.Empty(stage).ArriveIf(releases);
+    Barrier::ArriveInClusterIf(releases_both, other + stage * 8);
   };
   // Ping-pong: barrier 4 + w is warpgroup w's turn to multiply; the first one's comes first.
   constexpr int kTurn = 4;
@@ -134,8 +173,8 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
     if (pending >= 0) release(pending);
     store.AwaitBias();
     auto& results = Either<P::kPromotes>(sums, promoted);
-    if constexpr (Tile::kSplitsInCluster) {
-      if (arguments.cluster > 1 && !SumCluster<Tile>(arguments, ring.stages, warpgroup, results)) return;
+    if constexpr (Tile::kMostParts > 1) {
+      if (arguments.summed() && !SumCluster(arguments, ring, warpgroup, results)) return;
     }
     store.Store(results, work.row + first_block * 64, work);
   });
@@ -151,56 +190,57 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     WgmmaMatmul(const __grid_constant__ WgmmaArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if (arguments.unfit && *arguments.unfit) return;
-  if (threadIdx.x == 0) {
-    hopper::Prefetch(arguments.lhs);
-    hopper::Prefetch(arguments.rhs);
-  }
   extern __shared__ uint8_t shared[];
   const uint32_t stages = (SharedAddress(shared) + 1023) & ~1023u;
   const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes;
   const Ring<Tile> ring = {stages, staging + Tile::kMultipliers * Tile::kStagingBytes};
   const uint32_t bias = ring.barriers + Tile::kBarrierBytes;
   // Multipliers wait until the ring's barriers are ready; the loader does not wait for them, as its code, run for the
-  // first time, comes slowly. Barriers 1 to 5: SyncTile, SumCluster, turns.
+  // first time, comes slowly. Barriers 1, 2, 4, 5: SyncTile, turns.
   constexpr int kReady = 6, kReadyThreads = 32 + Tile::kMultipliers * kWarpgroup;
-  const int warpgroup = threadIdx.x / kWarpgroup;
+  constexpr int kReleases = 4 * (Tile::kPingPong ? 1 : Tile::kMultipliers);  // of a stage: a warp each
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler knows that it is the same for all lanes
+  const int warpgroup = warp / 4;
+  const bool summed = Tile::kMostParts > 1 && arguments.summed(), in_cluster = summed || arguments.paired();
   if (warpgroup == 0) {
-    if (threadIdx.x < 32) {
-      if (threadIdx.x == 0) {
+    if (warp == 0) {
+      if (hopper::ElectLane()) {
+        hopper::Prefetch(arguments.lhs);
+        hopper::Prefetch(arguments.rhs);
         for (int stage = 0; stage < Tile::kStages; ++stage) {
           ring.Full(stage).Initialize(1);
-          ring.Empty(stage).Initialize(4 * (Tile::kPingPong ? 1 : Tile::kMultipliers));  // a warp each
+          ring.Empty(stage).Initialize(kReleases << arguments.paired());
+        }
+        if (summed) {
+          ring.Free().Initialize(4 * Tile::kMultipliers);
+          ring.Sums().Initialize(1);
+          ring.Sums().ArriveAndExpect((arguments.parts - 1) * Tile::kSumBytes);
         }
         hopper::FenceBarriers();
       }
       __syncwarp();
       hopper::NamedArrive(kReady, kReadyThreads);
     }
+    if (in_cluster) hopper::ClusterArrive();
     if constexpr (Tile::kMultipliers == 2) hopper::ReleaseRegisters<kLoaderRegisters>();
-    if (threadIdx.x == 0) {
+    if (warp == 0) {
       if constexpr (P::kInParts) {
         LoadParts<Tile, P>(arguments, ring);
       } else {
         LoadAll<Tile, P>(arguments, ring);
       }
     }
-    if (Tile::kSplitsInCluster && arguments.cluster > 1) {  // as the others do in SumCluster
-      hopper::ClusterArrive();
-      hopper::ClusterWait();
-      hopper::ClusterArrive();
-    }
   } else {
+    if (in_cluster) hopper::ClusterArrive();
     hopper::NamedSync(kReady, kReadyThreads);
     if constexpr (Tile::kMultipliers == 2) hopper::AcquireRegisters<kMultiplierRegisters>();
-    if (arguments.boxes_out && threadIdx.x == kWarpgroup) hopper::Prefetch(arguments.out);
+    if (arguments.boxes_out && warp == 4 && hopper::ElectLane()) hopper::Prefetch(arguments.out);
     if constexpr (P::kInParts) {
       MultiplyParts<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
     } else {
       MultiplyAll<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
     }
   }
-  if (Tile::kSplitsInCluster && arguments.cluster > 1)
-    hopper::ClusterWait();  // nobody leaves while its sums may be read
 #endif
 }
 

@@ -29,12 +29,17 @@ struct WgmmaOperand {
   const float* scales = nullptr;  // of f32 in parts
 };
 
+// An operand of which two blocks of a cluster, whose tiles lie side by side, load half of each tile for both: lhs, if
+// they are tiles of one row, or rhs, of one column. The order is part of the calling convention.
+enum class SharedOperand : int32_t { kNone, kLhs, kRhs, kCount };
+
 // How a product is computed; chosen by jaxops/ops/_matmul_choice.py.
 struct WgmmaPlan {
   WgmmaOperand lhs, rhs;
   int tile_rows, tile_columns;
   bool ping_pong;
-  int band;       // tile rows, see WgmmaWorks
+  int band;  // tile rows, see WgmmaWorks
+  SharedOperand shared;
   bool in_parts;  // f32 in full precision
   int promote;    // k tiles after which sums are promoted to f32 registers; 0: never
   int splits;

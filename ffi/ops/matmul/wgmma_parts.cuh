@@ -76,16 +76,18 @@ __device__ void LoadParts(const WgmmaArguments& arguments, const Ring<Tile>& rin
       const bool in_f16 = scales.At(k_tile).InF16();
       for (int stage = 0; stage < (in_f16 ? 1 : 2); ++stage) {
         ring.Empty(place.stage).Wait(place.parity);
-        const Barrier full = ring.Full(place.stage);
-        full.ArriveAndExpect(Tile::kStageBytes);
+        if (hopper::ElectLane()) {
+          const Barrier full = ring.Full(place.stage);
+          full.ArriveAndExpect(Tile::kStageBytes);
 #pragma unroll
-        for (int part = 0; part < Tile::kParts; ++part) {
-          const int column = (in_f16 ? part * depth + k_tile : k_tile * 2 + stage) * 32;  // in floats
-          const int slice = in_f16 ? 0 : 1 + part;
-          hopper::LoadBox(ring.Lhs(place.stage, part), arguments.lhs, full, column, work.row,
-                          lhs * kSplitSlices + slice);
-          hopper::LoadBox(ring.Rhs(place.stage, part), arguments.rhs, full, column, work.column,
-                          rhs * kSplitSlices + slice);
+          for (int part = 0; part < Tile::kParts; ++part) {
+            const int column = (in_f16 ? part * depth + k_tile : k_tile * 2 + stage) * 32;  // in floats
+            const int slice = in_f16 ? 0 : 1 + part;
+            hopper::LoadBox(ring.Lhs(place.stage, part), arguments.lhs, full, column, work.row,
+                            lhs * kSplitSlices + slice);
+            hopper::LoadBox(ring.Rhs(place.stage, part), arguments.rhs, full, column, work.column,
+                            rhs * kSplitSlices + slice);
+          }
         }
         place.Advance();
       }
@@ -155,8 +157,8 @@ __device__ void MultiplyParts(const WgmmaArguments& arguments, const Ring<Tile>&
       promote(high, 1);
     }
     store.AwaitBias();
-    if constexpr (Tile::kSplitsInCluster) {
-      if (arguments.cluster > 1 && !SumCluster<Tile>(arguments, ring.stages, warpgroup, promoted)) return;
+    if constexpr (Tile::kMostParts > 1) {
+      if (arguments.summed() && !SumCluster(arguments, ring, warpgroup, promoted)) return;
     }
     store.Store(promoted, work.row + warpgroup * 64, work);
   });

@@ -41,6 +41,9 @@ struct Ring {
   __device__ uint32_t Rhs(int stage, int part = 0) const { return Lhs(stage, Tile::kParts) + part * Tile::kRhsBytes; }
   __device__ Barrier Full(int stage) const { return {barriers + stage * 8}; }
   __device__ Barrier Empty(int stage) const { return {barriers + (Tile::kStages + stage) * 8}; }
+  // Of SumCluster: that the first part's ring takes the others' sums, and that they have come.
+  __device__ Barrier Free() const { return Empty(Tile::kStages); }
+  __device__ Barrier Sums() const { return Empty(Tile::kStages + 1); }
 };
 
 // Begins the products of two tiles in shared memory, of the warpgroup's rows of lhs. A, B: what their 128-byte rows are
@@ -60,44 +63,47 @@ __device__ void BeginProducts(uint32_t lhs_tile, uint32_t rhs_tile, float (&sums
   hopper::CommitProducts();
 }
 
-// Adds the sums of the cluster's other blocks, in the order of their ranks, to those of the first; true there. The ring
-// is free: each block has one work.
+// Adds the sums of a tile's other parts, in order, to those of the first; true in its block. The others send them into
+// its ring, once that is free: each block has one work.
 template <class Tile>
-__device__ bool SumCluster(const WgmmaArguments& arguments, uint32_t ring, int warpgroup,
+__device__ bool SumCluster(const WgmmaArguments& arguments, const Ring<Tile>& ring, int warpgroup,
                            float (&sums)[Tile::kBlocks][Tile::kColumns / 2]) {
   constexpr int kGroups = Tile::kColumns / 8;  // of 4 sums
-  const auto place = [&](int block, int group) {
-    return ring +
-           (((warpgroup * Tile::kBlocks + block) * kGroups + group) * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+  const int own_part = static_cast<int>(hopper::ClusterRank());
+  const auto place = [&](int part, int block, int group) {
+    const int line = (warpgroup * Tile::kBlocks + block) * kGroups + group;
+    return ring.stages + (part - 1) * Tile::kSumBytes + (line * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   };
-  const bool first = hopper::ClusterRank() == 0;
-  if (!first) {
-    hopper::NamedSync(3, Tile::kMultipliers * kWarpgroup);  // all have multiplied what was there
+  if (own_part > 0) {
+    const uint32_t sums_arrived = hopper::AddressIn(0, ring.Sums().address);
+    const uint32_t shift = hopper::AddressIn(0, ring.stages) - ring.stages;
+    ring.Free().Wait(0);
 #pragma unroll
     for (int block = 0; block < Tile::kBlocks; ++block)
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const float* const own = &sums[block][group * 4];
-        StoreShared(place(block, group), make_float4(own[0], own[1], own[2], own[3]));
+        hopper::StoreInCluster(place(own_part, block, group) + shift, make_float4(own[0], own[1], own[2], own[3]),
+                               sums_arrived);
+      }
+    return false;
+  }
+  hopper::ClusterWait();  // the others run
+  const int lane = threadIdx.x % 32;
+  const bool tells = lane > 0 && lane < arguments.parts;
+  Barrier::ArriveInClusterIf(tells, hopper::AddressIn(tells ? lane : 0, ring.Free().address));
+  ring.Sums().WaitForCluster(0);
+  for (int other = 1; other < arguments.parts; ++other) {
+#pragma unroll
+    for (int block = 0; block < Tile::kBlocks; ++block)
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        float* const own = &sums[block][group * 4];
+        const float4 v = LoadShared<float4>(place(other, block, group));
+        own[0] += v.x, own[1] += v.y, own[2] += v.z, own[3] += v.w;
       }
   }
-  hopper::ClusterArrive();
-  hopper::ClusterWait();
-  if (first) {
-    for (int rank = 1; rank < arguments.cluster; ++rank) {
-      const uint32_t shift = hopper::AddressIn(rank, ring) - ring;
-#pragma unroll
-      for (int block = 0; block < Tile::kBlocks; ++block)
-#pragma unroll
-        for (int group = 0; group < kGroups; ++group) {
-          float* const own = &sums[block][group * 4];
-          const float4 other = hopper::LoadFromCluster(place(block, group) + shift);
-          own[0] += other.x, own[1] += other.y, own[2] += other.z, own[3] += other.w;
-        }
-    }
-  }
-  hopper::ClusterArrive();  // see WgmmaMatmul for the wait
-  return first;
+  return true;
 }
 
 }  // namespace jaxops::matmul

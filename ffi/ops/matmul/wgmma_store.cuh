@@ -72,7 +72,7 @@ class ResultStore {
   }
 
   __device__ void Finish() const {
-    if (lane() == 0) hopper::WaitStores();
+    if (hopper::ElectLane()) hopper::WaitStoresRead<0>();  // what they write is there when the kernel is done
   }
 
  private:
@@ -105,7 +105,7 @@ class ResultStore {
   __device__ uint32_t Acquire() {
     const uint32_t buffer = staging_ + next_ * kBlockBytes;
     next_ = next_ + 1 == Tile::kStagingBuffers ? 0 : next_ + 1;
-    if (arguments_.boxes_out && lane() == 0) hopper::WaitStoresRead<Tile::kStagingBuffers - 1 - kAhead>();
+    if (arguments_.boxes_out && hopper::ElectLane()) hopper::WaitStoresRead<Tile::kStagingBuffers - 1 - kAhead>();
     __syncwarp();
     return buffer;
   }
@@ -114,7 +114,7 @@ class ResultStore {
     hopper::FenceSharedForCopies();
     __syncwarp();
     const int line = warp() * 16;
-    if (lane() == 0) hopper::StoreBox(map, buffer + line * hopper::kBoxRowBytes, column, row + line, slice);
+    if (hopper::ElectLane()) hopper::StoreBox(map, buffer + line * hopper::kBoxRowBytes, column, row + line, slice);
   }
   template <class U>
   __device__ void HandOut(const CUtensorMap& map, void* out, uint32_t buffer, int row, int column, int slice) const {

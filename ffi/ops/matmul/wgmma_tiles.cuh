@@ -71,7 +71,7 @@ template <>
 inline constexpr CUtensorMapDataType kCopyType<float> = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
 
 template <class T>
-hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space, int64_t depth, int tile) {
+hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space, int64_t depth, int tile, bool halves) {
   const bool along_depth = major == Major::kDepth;
   if (operand.scales) depth = operand.stride;  // there are zeros
   return {operand.data,
@@ -81,7 +81,7 @@ hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space,
           along_depth ? space : depth,
           operand.slices,
           operand.stride,
-          along_depth ? tile : static_cast<int>(hopper::kBoxRowBytes / sizeof(T))};
+          (along_depth ? tile : static_cast<int>(hopper::kBoxRowBytes / sizeof(T))) >> halves};
 }
 
 template <class Tile, class P>
@@ -91,10 +91,14 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   using V = typename P::V;
   const bool split = plan.partials != nullptr, wide = split || plan.wide_out;
   const bool in_cluster = plan.splits > 1 && !split;
-  if ((in_cluster && !Tile::kSplitsInCluster) || (!Tile::kWhole && p.m > Tile::kRows)) return cudaErrorNotSupported;
+  if ((in_cluster && plan.splits > Tile::kMostParts) || (!Tile::kWhole && p.m > Tile::kRows))
+    return cudaErrorNotSupported;
   const auto tiles = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
-  const int64_t rows = tiles(p.m, Tile::kRows), columns = tiles(p.n, Tile::kColumns);
+  const bool paired = plan.shared != SharedOperand::kNone, rhs_shared = plan.shared == SharedOperand::kRhs,
+             lhs_shared = plan.shared == SharedOperand::kLhs;
+  if (paired && (in_cluster || P::kInParts || p.triangle != Triangle::kNone)) return cudaErrorNotSupported;
+  const int64_t rows = tiles(p.m, Tile::kRows << rhs_shared), columns = tiles(p.n, Tile::kColumns << lhs_shared);
   const int64_t works = rows * columns * p.batches * plan.splits;
   const int64_t row_packs = tiles(p.n, kPartialCount), packs = p.batches * p.m * row_packs;  // of partial results
   if (std::max({p.m, p.n, p.k, columns * plan.band}) > kMost - 512 || works > kMost / 2 ||
@@ -105,8 +109,15 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   arguments.matrices = MatrixIndices(p);
   arguments.raster =
       Raster(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns), static_cast<uint32_t>(tiles(p.k, P::kDepth)),
-             static_cast<uint32_t>(p.batches), plan.splits, plan.band);
-  arguments.cluster = in_cluster ? plan.splits : 1;
+             static_cast<uint32_t>(p.batches), plan.splits, std::max(1, plan.band >> rhs_shared));
+  arguments.shared = plan.shared;
+  // Of a tile that reaches beyond all rows only those are loaded that there are: others cost as much, though not read.
+  constexpr int kGroup = 8;  // rows of the swizzle
+  const int lhs_rows = P::kLhs == Major::kDepth && !P::kInParts && !lhs_shared
+                           ? static_cast<int>(std::min<int64_t>(Tile::kRows, tiles(p.m, kGroup) * kGroup))
+                           : Tile::kRows;
+  arguments.stage_bytes = Tile::kStageBytes - (Tile::kRows - lhs_rows) * hopper::kBoxRowBytes;
+  arguments.parts = in_cluster ? plan.splits : 1;
   arguments.triangle = p.triangle;
   arguments.lhs_transposed = p.lhs_transposed;
   arguments.lhs_scales = plan.lhs.scales;
@@ -120,9 +131,9 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
     q.scale = q.bias = q.preactivation = nullptr;
     q.activation = Activation::kNone;
   }
-  cudaError_t status = hopper::Describe(View<T>(plan.lhs, P::kLhs, p.m, p.k, Tile::kRows), &arguments.lhs);
+  cudaError_t status = hopper::Describe(View<T>(plan.lhs, P::kLhs, p.m, p.k, lhs_rows, lhs_shared), &arguments.lhs);
   if (status == cudaSuccess)
-    status = hopper::Describe(View<V>(plan.rhs, P::kRhs, p.n, p.k, Tile::kColumns), &arguments.rhs);
+    status = hopper::Describe(View<V>(plan.rhs, P::kRhs, p.n, p.k, Tile::kColumns, rhs_shared), &arguments.rhs);
   const int out_bytes = wide ? 4 : 2;
   arguments.boxes_out = p.n * out_bytes % 16 == 0 && IsAligned(q.out) && IsAligned(q.preactivation);
   if (!arguments.boxes_out && !Tile::kStoresAnyRows) return cudaErrorNotSupported;
@@ -142,10 +153,11 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
-  status = Launch(stream, WgmmaMatmul<Tile, P>,
-                  {in_cluster ? works : std::min<int64_t>(works, multiprocessors * Tile::kResident), Tile::kThreads,
-                   arguments.cluster, Tile::kSharedBytes},
-                  arguments);
+  status =
+      Launch(stream, WgmmaMatmul<Tile, P>,
+             {(in_cluster ? works : std::min<int64_t>(works, multiprocessors * Tile::kResident >> paired)) << paired,
+              Tile::kThreads, arguments.parts << paired, Tile::kSharedBytes},
+             arguments);
   if (!split || status != cudaSuccess) return status;
   return Launch(stream, plan.wide_out ? SumPartials<float> : SumPartials<typename P::Result>,
                 {tiles(packs, 32), kPartialWarps * 32}, p, Divisor32(static_cast<uint32_t>(row_packs)),
@@ -171,8 +183,7 @@ cudaError_t LaunchPlanned(Types<Tiles...>, cudaStream_t stream, const Problem& p
 using WgmmaTiles =
     Types<WgmmaTile<32, 64, 1, 7, Schedule::kCooperative, 2>, WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>,
           WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
-          WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 1, 4>, WgmmaTile<128, 256, 2, 4>,
-          WgmmaTile<256, 192, 2, 3, Schedule::kCooperative, 1, 3>>;
+          WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 1, 4>, WgmmaTile<128, 256, 2, 4>>;
 // Promoted sums take twice the registers, those of operands in parts three times.
 template <int kRows, int kColumns, int kMultipliers, int kStages>
 using PartsTile = WgmmaTile<kRows, kColumns, kMultipliers, kStages, Schedule::kCooperative, 1, 2, 2>;

@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -24,8 +25,8 @@ using hopper::Major;
 enum class Schedule { kCooperative, kPingPong };
 
 // The result's tile of one block, the warpgroups that multiply, and the stages of the ring. Less than 64 rows are for
-// products of no more rows: only these are loaded; what is multiplied beyond them is never stored. kParts: tiles of
-// each operand in a stage.
+// products of no more rows: there is room for these alone; what is multiplied beyond them is never stored. kParts:
+// tiles of each operand in a stage.
 template <int kRows_, int kColumns_, int kMultipliers_, int kStages_, Schedule kSchedule_ = Schedule::kCooperative,
           int kResident_ = 1, int kStaging_ = 2, int kParts_ = 1>
 struct WgmmaTile {
@@ -42,13 +43,14 @@ struct WgmmaTile {
   static constexpr int kStageBytes = kParts * (kLhsBytes + kRhsBytes);
   static constexpr int kStagingBuffers = kStaging_;  // of 64 rows by 128 bytes: a warpgroup's results on their way out
   static constexpr int kStagingBytes = kStagingBuffers * kBlockBytes;
-  static constexpr int kBarrierBytes = 2 * kStages * 8;
+  static constexpr int kBarrierBytes = (2 * kStages + 2) * 8;
+  static constexpr int kSumBytes = kMultipliers * kBlocks * 64 * kColumns * 4;
   static constexpr int kBiasBytes = kColumns * 4 * (kPingPong ? 2 : 1);  // of a tile in work
   static constexpr int kSharedBytes =                                    // 1024: to align the stages
       1024 + kStages * kStageBytes + kMultipliers * kStagingBytes + kBarrierBytes + kBiasBytes;
-  // Whether clusters may sum the parts of a tile: there must be room for the sums in the ring.
-  static constexpr bool kSplitsInCluster =
-      !kPingPong && kBlocks * kColumns <= 128 && kMultipliers * kBlocks * 64 * kColumns * 4 <= kStages * kStageBytes;
+  // The most parts of a tile that a cluster may sum: there must be room for the sums of all but one in the ring.
+  static constexpr int kMostParts =
+      kPingPong || kBlocks * kColumns > 128 ? 1 : std::min(8, 1 + kStages * kStageBytes / kSumBytes);
   static_assert((kWhole || (kRows % 8 == 0 && kMultipliers == 1)) && kColumns % 64 == 0 &&
                 kResident * (kSharedBytes + 1024) <= 228 << 10);
 };
@@ -94,7 +96,8 @@ struct MatrixIndices {
   }
 };
 
-// The order in which tiles come: bands of tile rows that go back and forth, matrix by matrix, part of k by part of k.
+// The order in which tiles (or pairs of such) come: bands of tile rows that go back and forth, matrix by matrix, part
+// of k by part of k.
 struct Raster {
   uint32_t rows, columns, depth;  // in tiles
   uint32_t part_count, count;     // works of each part of k, and all
@@ -122,7 +125,9 @@ struct Raster {
 // is first read, for hundreds of cycles.
 struct WgmmaArguments {
   Raster raster;
-  int cluster;        // 1, or the splits of k: the parts of a tile are the blocks of a cluster
+  int parts;  // 1, or the splits of k: a cluster's blocks each have a part of a tile
+  SharedOperand shared;
+  int stage_bytes;    // that are loaded
   Triangle triangle;  // the problem's; lhs_transposed too
   bool lhs_transposed;
   const int32_t* unfit;  // if not null and not 0: leave, another kernel does it
@@ -133,6 +138,9 @@ struct WgmmaArguments {
   const float *lhs_scales, *rhs_scales;  // of f32 in parts
   Problem problem;
   CUtensorMap lhs, rhs, out, preactivation;
+
+  __device__ bool paired() const { return shared != SharedOperand::kNone; }
+  __device__ bool summed() const { return parts > 1; }
 };
 
 // A tile of the result and a range of k, which is never empty.
@@ -152,10 +160,10 @@ class WgmmaWorks {
   template <class Visit>
   __device__ void ForEach(const Visit& visit) const {
     const uint32_t count = arguments_.raster.count;
-    const bool in_cluster = arguments_.cluster > 1;  // then each block has one work
-    const uint32_t step = in_cluster ? count : gridDim.x;
-    for (uint32_t index = arguments_.raster.part_count * hopper::ClusterRank() + hopper::ClusterIndex(); index < count;
-         index += step) {
+    const bool in_cluster = arguments_.parts > 1;  // then each block has one work
+    const uint32_t step = in_cluster ? count : gridDim.x >> arguments_.paired();
+    const uint32_t part = in_cluster ? hopper::ClusterRank() : 0;
+    for (uint32_t index = arguments_.raster.part_count * part + hopper::ClusterIndex(); index < count; index += step) {
       const WgmmaWork work = At(index);
       if (in_cluster || !IsLeftOut(work)) visit(work);
     }
@@ -171,11 +179,15 @@ class WgmmaWorks {
     const uint32_t first_row = band * raster.band_rows.divisor;
     const Divisor32& height =
         first_row + raster.band_rows.divisor > raster.rows ? raster.last_band_rows : raster.band_rows;
-    const uint32_t column = height.Divide(within), row = first_row + within - column * height.divisor;
+    uint32_t column = height.Divide(within), row = first_row + within - column * height.divisor;
     // Where rows differ in their work, blocks get early and late ones in turn.
     const bool turned = arguments_.triangle != Triangle::kNone && batch % 2;
-    WgmmaWork work = {static_cast<int>((turned ? raster.rows - 1 - row : row) * Tile::kRows),
-                      static_cast<int>((band % 2 ? raster.columns - 1 - column : column) * Tile::kColumns),
+    if (turned) row = raster.rows - 1 - row;
+    if (band % 2) column = raster.columns - 1 - column;
+    if (arguments_.shared == SharedOperand::kRhs) row = row * 2 + hopper::ClusterRank();
+    if (arguments_.shared == SharedOperand::kLhs) column = column * 2 + hopper::ClusterRank();
+    WgmmaWork work = {static_cast<int>(row * Tile::kRows),
+                      static_cast<int>(column * Tile::kColumns),
                       0,
                       static_cast<int>(raster.depth),
                       static_cast<int>(batch),
