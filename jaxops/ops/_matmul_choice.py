@@ -369,9 +369,9 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
     if any(few_rows.holds(product) for few_rows in _FEW_ROWS):
         return None
     whole = all(size % 64 == 0 for size in (m, n, k)) and not (product.lhs_transposed and product.rhs_transposed)
-    if whole and not bias and min(m, n) >= 256 and 1 << 17 <= m * n <= (1 << 20 if k >= 1024 else 768 * 768):
-        if 384 <= k <= 4096:
-            return None  # at most 144 tiles of 64 x 64, or 128 of 64 x 128: about one for each multiprocessor
+    most = 1 << 20 if k >= 1024 else 768 * 768
+    if whole and not bias and min(m, n) >= 256 and 1 << 17 <= m * n <= most and 384 <= k <= 4096:
+        return None  # at most 144 tiles of 64 x 64, or 128 of 64 x 128: about one for each multiprocessor
     if m * n <= 1 << 16 and k >= 1 << 14:
         return None  # k is split
     if n <= 128 and m >= 4096 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
