@@ -63,7 +63,8 @@ def plans(operands: Operands, tile: choices.Tile) -> Iterator[choices.Plan]:
     if not tile.ping_pong:
         yield choices.Plan(tile, 3, partials=True)
     if tile.parts > 1:
-        yield from (choices.Plan(tile, splits) for splits in (2, min(5, tile.parts)))
+        most = tile.parts if operands.arithmetic == "16bit" else min(5, tile.parts)  # all that fit, of k tiles enough
+        yield from (choices.Plan(tile, splits) for splits in (2, most))
     if operands.lhs == "bfloat16" or (operands.arithmetic == "f8" and tile.rows == 128):
         yield from (choices.Plan(tile, shared=name) for name in choices.OPERANDS[1:])
 
