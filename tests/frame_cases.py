@@ -141,8 +141,8 @@ def matmul_call(
     """A product in one of choices.ARITHMETICS by a tile, or by the kernels for every GPU if None.
 
     dtypes: the codes of lhs, rhs and result; size: m, n, k. splits: the parts of k, summed by clusters of blocks, or by
-    a kernel of its own if `partials`. shared: one of choices.OPERANDS. copies: of lhs and
-    rhs; None: those that the arithmetic needs.
+    a kernel of its own if `partials`. shared: one of choices.SHARED_OPERANDS.
+    copies: of lhs and rhs; None: those that the arithmetic needs.
     """
     arithmetic, (m, n, k) = choices.ARITHMETICS[name], size
     # 8-bit and f32 operands lie along k in a copy.
@@ -162,7 +162,7 @@ def matmul_call(
         "tile_rows": tile.rows if tile else 0,
         "tile_columns": tile.columns if tile else 0,
         "band": tile.band if tile else 1,
-        "shared": choices.OPERANDS.index(shared),
+        "shared": choices.SHARED_OPERANDS.index(shared),
         "splits": splits,
         "promote": 1 if arithmetic.promoted else 0,
         "lhs_copy": copies[0],
@@ -201,7 +201,7 @@ def tile_calls() -> Iterator[frames.Call]:
             size = (min(tile.rows, 300) if tile.rows < 64 else 300, 520 - odd, 1000)
             # 16-bit operands are copied if their rows are not aligned.
             copies = (0, int(odd)) if name == "16bit" else None
-            for shared in choices.OPERANDS if name == "16bit" and splits == 1 else (None,):
+            for shared in choices.SHARED_OPERANDS if name == "16bit" and splits == 1 else (None,):
                 yield matmul_call(name, tile, dtypes[name], size, splits=splits, shared=shared, copies=copies)
 
 

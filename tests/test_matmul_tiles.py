@@ -66,7 +66,7 @@ def plans(operands: Operands, tile: choices.Tile) -> Iterator[choices.Plan]:
         most = tile.parts if operands.arithmetic == "16bit" else min(5, tile.parts)  # all that fit, of k tiles enough
         yield from (choices.Plan(tile, splits) for splits in (2, most))
     if operands.lhs == "bfloat16" or (operands.arithmetic == "f8" and tile.rows == 128):
-        yield from (choices.Plan(tile, shared=name) for name in choices.OPERANDS[1:])
+        yield from (choices.Plan(tile, shared=name) for name in choices.SHARED_OPERANDS[1:])
 
 
 CONFIGURATIONS = [

@@ -38,7 +38,7 @@ def local_device() -> Device:
 
 
 #: Of which two blocks load half of each tile for both, in the order of the calling convention.
-OPERANDS = (None, "lhs", "rhs")
+SHARED_OPERANDS = (None, "lhs", "rhs")
 
 #: What need not be multiplied, in the order of the calling convention: see Spec in _matmul_kernel.py.
 TRIANGLES = (None, "result", "lhs")
@@ -192,7 +192,7 @@ class Choice:
     tile: Tile | None = None
     splits: int = 1
     partials: bool = False  # the parts of a split are written and summed by another kernel; else by clusters of blocks
-    shared: str | None = None  # one of OPERANDS
+    shared: str | None = None  # one of SHARED_OPERANDS
     promote: int = 0  # k tiles after which sums are promoted; 0: never, or as products in parts do
     lhs_copy: int = 0
     rhs_copy: int = 0
@@ -247,13 +247,12 @@ def _tiles(product: Product, plan: Plan) -> int:
     return rows * columns * product.batches
 
 
-def _straddling(product: Product) -> tuple[bool, bool]:
-    """Whether the rows of lhs and of rhs, as the kernel reads them, lie across lines of the L2 cache."""
+def _straddling(product: Product) -> list[str]:
+    """The operands whose rows, as the kernel reads them, lie across lines of the L2 cache."""
     itemsize = ARITHMETICS[product.arithmetic].itemsize
-    columns, copies = _columns(product), _copies(product)
-    rows = [size * itemsize for size in columns]  # in bytes
-    found = [not copy and row % _LINE != 0 and _LINE % row != 0 for row, copy in zip(rows, copies, strict=True)]
-    return found[0], found[1]
+    rows = (size * itemsize for size in _columns(product))  # in bytes
+    read = zip(("lhs", "rhs"), rows, _copies(product), strict=True)
+    return [name for name, row, copy in read if not copy and row % _LINE != 0 and _LINE % row != 0]
 
 
 def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) -> float:
@@ -271,11 +270,10 @@ def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) 
     store *= 2 if tile.ping_pong else waves  # a warpgroup has the whole tile, but only the last one shows
     compute = waves * (2 * max(tile.rows, 64) * tile.columns * depth / rate) + store
     read = batches * (m * k + k * n) * itemsize
+    straddling = _straddling(product)
     loads = [
-        min(size, most) * (_STRADDLING if straddling else 1) / (2 if plan.shared == name else 1)
-        for name, size, most, straddling in zip(
-            OPERANDS[1:], (tile.rows, tile.columns), (m, n), _straddling(product), strict=True
-        )
+        min(size, most) * (_STRADDLING if name in straddling else 1) / (2 if name == plan.shared else 1)
+        for name, size, most in (("lhs", tile.rows, m), ("rhs", tile.columns, n))
     ]
     loaded = blocks / splits * sum(loads) * k * itemsize
     written = batches * m * n * (4 * splits if plan.partials else product.result_bytes)
@@ -296,12 +294,12 @@ def _plans(product: Product, device: Device) -> Iterator[Plan]:
     aligned = product.n * product.result_bytes % 16 == 0
     few_rows = product.m <= 32 and not product.lhs_transposed and TILES[product.arithmetic][0].rows == 32
     depth = math.ceil(product.k / arithmetic.depth)
-    sharing = not arithmetic.in_parts and not product.triangle
-    shared = [None, *(name for name, straddling in zip(OPERANDS[1:], _straddling(product), strict=True) if straddling)]
+    can_share = not arithmetic.in_parts and not product.triangle
+    shared = [None, *(_straddling(product) if can_share else ())]
     for tile in TILES[product.arithmetic]:
         if (not aligned and not tile.stores_any_rows) or (tile.rows == 32) != few_rows:
             continue
-        yield from (Plan(tile, shared=name) for name in (shared if sharing else [None]))
+        yield from (Plan(tile, shared=name) for name in shared)
         if tile.ping_pong:
             continue
         tiles = _tiles(product, Plan(tile))
@@ -386,7 +384,9 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
 def planned(product: Product, plan: Plan) -> Choice:
     """Hopper's kernel by a plan."""
     promote = int(ARITHMETICS[product.arithmetic].promoted)
-    return Choice("wgmma", "Hopper's tensor cores", *plan, promote, *_copies(product))
+    lhs_copy, rhs_copy = _copies(product)
+    why = "Hopper's tensor cores"
+    return Choice("wgmma", why, **plan._asdict(), promote=promote, lhs_copy=lhs_copy, rhs_copy=rhs_copy)
 
 
 def choose(product: Product, device: Device, activation: bool = False, bias: bool = False) -> Choice:

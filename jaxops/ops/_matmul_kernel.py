@@ -318,7 +318,7 @@ class _MatmulKernel(Kernel):
             ping_pong=tile.ping_pong,
             band=np.int32(tile.band),
             in_parts=in_parts,
-            shared=np.int32(choices.OPERANDS.index(choice.shared)),
+            shared=np.int32(choices.SHARED_OPERANDS.index(choice.shared)),
             splits=np.int32(choice.splits),
             promote=np.int32(choice.promote),
             lhs_copy=np.int32(choice.lhs_copy),
