@@ -55,14 +55,24 @@ inline cudaError_t Describe(const TensorView& view, CUtensorMap* map) {
 __device__ inline void Prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
-// Loads a box; its bytes count towards the barrier's.
-__device__ inline void LoadBox(uint32_t target, const CUtensorMap& map, Barrier barrier, int column, int row,
-                               int slice) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
-          "r"(target),
-      "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(slice)
-      : "memory");
+// Loads a box; its bytes count towards the barrier's. once: nothing else reads it, and it is the first to leave the L2
+// cache; a policy for other boxes, too, would make every load slower.
+__device__ inline void LoadBox(uint32_t target, const CUtensorMap& map, Barrier barrier, int column, int row, int slice,
+                               bool once = false) {
+  constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // as createpolicy encodes it
+  if (once) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target),
+        "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(slice), "l"(kEvictFirst)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+            "r"(target),
+        "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(slice)
+        : "memory");
+  }
 }
 // The same for both blocks of a cluster of two: to the same place of each one's shared memory, where its bytes count
 // towards that block's barrier.

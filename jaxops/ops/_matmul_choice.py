@@ -70,7 +70,7 @@ class Tile(NamedTuple):
     columns: int
     ping_pong: bool
     efficiency: float
-    band: int = 8  # tile rows that run side by side
+    band: int = 8  # tile rows that run side by side in a narrow result, see band()
     stores_any_rows: bool = True  # else only results whose rows are aligned to 16 bytes
     resident: int = 1  # blocks of a multiprocessor
     parts: int = 1  # of a split, at most, that a cluster of blocks can sum: the others' sums fit into a block's memory
@@ -105,12 +105,13 @@ ARITHMETICS = {
 
 _COMMON_TILES = (
     Tile(32, 64, False, 0.45, resident=2, parts=6),  # for up to 32 rows that lie along k
-    Tile(64, 64, False, 0.45, parts=8),
-    Tile(64, 128, False, 0.77, parts=7),
-    Tile(128, 128, False, 0.95, parts=4),
-    Tile(128, 128, True, 1.01, band=2),
-    Tile(128, 192, True, 1.0, stores_any_rows=False),
-    Tile(128, 256, False, 0.97),
+    Tile(64, 64, False, 0.44, parts=8),
+    Tile(64, 128, False, 0.73, parts=7),
+    Tile(64, 192, False, 0.82),
+    Tile(128, 128, False, 0.91, parts=4),
+    Tile(128, 128, True, 1.0, band=2),
+    Tile(128, 192, True, 1.02, stores_any_rows=False),
+    Tile(128, 256, False, 1.0),
 )
 _PARTS_TILES = (
     Tile(64, 128, False, 0.63, parts=7),
@@ -122,7 +123,11 @@ _PROMOTED_TILES = (
     Tile(128, 128, False, 0.85, parts=4),
     Tile(128, 192, False, 0.9),
 )
-_FAST_F8_TILES = (_COMMON_TILES[2], _COMMON_TILES[4], _COMMON_TILES[6])
+_FAST_F8_TILES = (
+    Tile(64, 128, False, 0.77, parts=7),
+    Tile(128, 128, True, 1.01, band=2),
+    Tile(128, 256, False, 0.97),
+)
 TILES = {
     "16bit": _COMMON_TILES,
     "tf32": _COMMON_TILES,
@@ -134,12 +139,14 @@ TILES = {
 #: Bytes a microsecond from memory and from the L2 cache, and the norm of what these and the products take: they hide
 #: each other, but not wholly where they take equally long.
 _MEMORY, _L2, _NORM = 4.2e6, 19e6, 4
+#: With a smaller share of the multiprocessors loading, the memory is slower, by its root.
+_BUSY = 0.7
 #: Bytes of a line of the L2 cache, and how much longer it takes to load rows that lie across lines.
 _LINE, _STRADDLING = 128, 2.9
 #: Microseconds that a further kernel costs, and that a block needs to begin.
 _KERNEL, _FILL = 2.5, 2.0
 #: Microseconds that a cluster needs to sum the parts of a tile, and more for each 64 x 64 sums of a further part.
-_CLUSTER, _CLUSTER_SUMS = 2.4, 0.5
+_CLUSTER, _CLUSTER_SUMS = 2.4, 0.6
 #: Microseconds that partial results cost, with the kernel that sums them, and bytes of them a microsecond more.
 _PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
 #: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, and others (with a bias or an
@@ -190,6 +197,7 @@ class Choice:
     kernel: str
     why: str
     tile: Tile | None = None
+    band: int = 1  # tile rows that run side by side
     splits: int = 1
     partials: bool = False  # the parts of a split are written and summed by another kernel; else by clusters of blocks
     shared: str | None = None  # one of SHARED_OPERANDS
@@ -228,6 +236,15 @@ def _copies(product: Product) -> tuple[int, int]:
         else:
             found.append(int(itemsize == 4 or columns * itemsize % 16 != 0))
     return found[0], found[1]
+
+
+#: Blocks that run together load the least if their tiles make a square; a narrow result they cover in its whole width.
+_BAND, _WIDE = 8, 32
+
+
+def band(product: Product, tile: Tile) -> int:
+    """How many tile rows run side by side, column by column, before those below them."""
+    return max(tile.band, _BAND) if product.n >= _WIDE * tile.columns else tile.band
 
 
 class Plan(NamedTuple):
@@ -278,7 +295,7 @@ def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) 
     loaded = blocks / splits * sum(loads) * k * itemsize
     written = batches * m * n * (4 * splits if plan.partials else product.result_bytes)
     busy = min(1, blocks / device.multiprocessors)  # the share of the multiprocessors that load
-    overlapping = compute, (read + written) / _MEMORY / busy**0.5, loaded / _L2 / busy
+    overlapping = compute, (read + written) / _MEMORY / min(1, busy / _BUSY) ** 0.5, loaded / _L2 / busy
     time = sum(t**_NORM for t in overlapping) ** (1 / _NORM) + _FILL
     if plan.partials:
         time += _PARTIALS + batches * m * n * 4 * splits / _PARTIALS_RATE
@@ -386,7 +403,8 @@ def planned(product: Product, plan: Plan) -> Choice:
     promote = int(ARITHMETICS[product.arithmetic].promoted)
     lhs_copy, rhs_copy = _copies(product)
     why = "Hopper's tensor cores"
-    return Choice("wgmma", why, **plan._asdict(), promote=promote, lhs_copy=lhs_copy, rhs_copy=rhs_copy)
+    copies = {"lhs_copy": lhs_copy, "rhs_copy": rhs_copy}
+    return Choice("wgmma", why, band=band(product, plan.tile), **plan._asdict(), promote=promote, **copies)
 
 
 def choose(product: Product, device: Device, activation: bool = False, bias: bool = False) -> Choice:

@@ -316,7 +316,7 @@ class _MatmulKernel(Kernel):
             tile_rows=np.int32(tile.rows),
             tile_columns=np.int32(tile.columns),
             ping_pong=tile.ping_pong,
-            band=np.int32(tile.band),
+            band=np.int32(choice.band),
             in_parts=in_parts,
             shared=np.int32(choices.SHARED_OPERANDS.index(choice.shared)),
             splits=np.int32(choice.splits),

@@ -34,13 +34,14 @@ namespace jaxops::matmul {
 
 // Loads kSize rows (of m or n) of an operand's k tile.
 template <Major kMajor, int kSize, int kDepth>
-__device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrier, int first, int k_tile, int slice) {
+__device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrier, int first, int k_tile, int slice,
+                         bool once = false) {
   if constexpr (kMajor == Major::kDepth) {
-    hopper::LoadBox(target, map, barrier, k_tile * kDepth, first, slice);
+    hopper::LoadBox(target, map, barrier, k_tile * kDepth, first, slice, once);
   } else {
 #pragma unroll
     for (int block = 0; block < kSize / 64; ++block)
-      hopper::LoadBox(target + block * kBlockBytes, map, barrier, first + block * 64, k_tile * kDepth, slice);
+      hopper::LoadBox(target + block * kBlockBytes, map, barrier, first + block * 64, k_tile * kDepth, slice, once);
   }
 }
 
@@ -66,7 +67,7 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
   const WgmmaWorks<Tile, P> works(arguments);
   RingPlace<Tile> place{0, 1};
   const SharedOperand shared = arguments.shared;
-  if (arguments.paired()) hopper::ClusterWait();  // the other block's barriers are ready
+  const bool rhs_once = arguments.rhs_once;
   works.ForEach([&](const WgmmaWork& work) {
     int lhs, rhs;  // operands' matrices
     arguments.matrices.At(work.batch, &lhs, &rhs);
@@ -85,7 +86,8 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
         if (shared == SharedOperand::kRhs) {
           LoadHalf<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
         } else {
-          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
+          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs,
+                                                       rhs_once);
         }
       }
       place.Advance();
@@ -222,6 +224,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
       hopper::NamedArrive(kReady, kReadyThreads);
     }
     if (in_cluster) hopper::ClusterArrive();
+    if (arguments.paired()) hopper::ClusterWait();  // the other block's barriers are ready
     if constexpr (Tile::kMultipliers == 2) hopper::ReleaseRegisters<kLoaderRegisters>();
     if (warp == 0) {
       if constexpr (P::kInParts) {
@@ -230,9 +233,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
         LoadAll<Tile, P>(arguments, ring);
       }
     }
+    if (summed) hopper::ClusterWait();  // needs nothing of others; but racecheck hangs if a thread never waits
   } else {
     if (in_cluster) hopper::ClusterArrive();
     hopper::NamedSync(kReady, kReadyThreads);
+    if (arguments.paired()) hopper::ClusterWait();
     if constexpr (Tile::kMultipliers == 2) hopper::AcquireRegisters<kMultiplierRegisters>();
     if (arguments.boxes_out && warp == 4 && hopper::ElectLane()) hopper::Prefetch(arguments.out);
     if constexpr (P::kInParts) {

@@ -74,6 +74,7 @@ __device__ bool SumCluster(const WgmmaArguments& arguments, const Ring<Tile>& ri
     const int line = (warpgroup * Tile::kBlocks + block) * kGroups + group;
     return ring.stages + (part - 1) * Tile::kSumBytes + (line * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   };
+  hopper::ClusterWait();  // the others run
   if (own_part > 0) {
     const uint32_t sums_arrived = hopper::AddressIn(0, ring.Sums().address);
     const uint32_t shift = hopper::AddressIn(0, ring.stages) - ring.stages;
@@ -88,7 +89,6 @@ __device__ bool SumCluster(const WgmmaArguments& arguments, const Ring<Tile>& ri
       }
     return false;
   }
-  hopper::ClusterWait();  // the others run
   const int lane = threadIdx.x % 32;
   const bool tells = lane > 0 && lane < arguments.parts;
   Barrier::ArriveInClusterIf(tells, hopper::AddressIn(tells ? lane : 0, ring.Free().address));

@@ -117,6 +117,8 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
                            ? static_cast<int>(std::min<int64_t>(Tile::kRows, tiles(p.m, kGroup) * kGroup))
                            : Tile::kRows;
   arguments.stage_bytes = Tile::kStageBytes - (Tile::kRows - lhs_rows) * hopper::kBoxRowBytes;
+  arguments.rhs_once = rows == 1;
+  for (int axis = 0; axis < p.batch.axes; ++axis) arguments.rhs_once &= p.batch.strides[axis].rhs != 0;
   arguments.parts = in_cluster ? plan.splits : 1;
   arguments.triangle = p.triangle;
   arguments.lhs_transposed = p.lhs_transposed;
@@ -182,7 +184,7 @@ cudaError_t LaunchPlanned(Types<Tiles...>, cudaStream_t stream, const Problem& p
 
 using WgmmaTiles =
     Types<WgmmaTile<32, 64, 1, 7, Schedule::kCooperative, 2>, WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>,
-          WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
+          WgmmaTile<64, 192, 1, 6>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
           WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 1, 4>, WgmmaTile<128, 256, 2, 4>>;
 // Promoted sums take twice the registers, those of operands in parts three times.
 template <int kRows, int kColumns, int kMultipliers, int kStages>

@@ -128,6 +128,7 @@ struct WgmmaArguments {
   int parts;  // 1, or the splits of k: a cluster's blocks each have a part of a tile
   SharedOperand shared;
   int stage_bytes;    // that are loaded
+  bool rhs_once;      // each element of it is loaded by one block, once
   Triangle triangle;  // the problem's; lhs_transposed too
   bool lhs_transposed;
   const int32_t* unfit;  // if not null and not 0: leave, another kernel does it
