@@ -146,6 +146,24 @@ def test_short_products_with_an_activation_are_ours(m, n, k, kernel):
     assert choices.choose(product(m, n, k), choices.H200, bias=True).kernel == "xla"
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tile", "band"),
+    [
+        (2048, 768, 3072, (64, 192, False), 8),  # 128 tiles: one for nearly every multiprocessor
+        (8192, 4096, 14336, (128, 256, False), 8),
+        (8192, 8192, 8192, (128, 192, True), 8),
+        (128, 28672, 4096, (128, 256, False), 8),
+        (65536, 256, 256, (128, 128, True), 2),
+        (4095, 4097, 4093, (128, 128, True), 8),  # wide, and rows that the copy engine does not store
+    ],
+)
+def test_tiles_and_bands_of_large_products(m, n, k, tile, band, monkeypatch):
+    """The fastest that were measured, also where the choice is XLA's dot."""
+    monkeypatch.setattr(choices, "slower_than_xla", lambda *_: None)
+    choice = choices.choose(product(m, n, k), choices.H200)
+    assert (choice.tile[:3], choice.band) == (tile, band)
+
+
 def test_of_equally_fast_tiles_the_one_that_fits():
     """Results of 4096 columns are no multiple of 192."""
     assert choices.choose(product(4096, 4096, 100), choices.H200).tile[:3] == (128, 128, True)
