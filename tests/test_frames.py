@@ -17,7 +17,6 @@ from jaxops.ops import _logits
 
 ROW_OPS = (*LOGITS, *NORMS)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-TILE_PARTS = 24  # of the calls of matmul's tiles: a process each under a sanitizer, where a call takes many seconds
 every_options = pytest.mark.parametrize("options", [False, True], ids=["alone", "every option"])
 needs_cuda = pytest.mark.skipif("cuda" not in _kernel.HANDLERS, reason="built without the GPU half")
 every_half = pytest.mark.parametrize("half", ["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -112,17 +111,10 @@ def test_memory_of_every_layout(half, handler, memory, rng):
 
 
 @needs_cuda
-def test_memory_of_matmul_on_cuda(memory, rng):
+@pytest.mark.parametrize("calls", [matmul_calls, tile_calls])
+def test_memory_of_matmul_on_cuda(calls, memory, rng):
     there = memory_of(memory, "cuda")
-    for call in matmul_calls():
-        frames.check_memory("cuda", there, call, rng)
-
-
-@needs_cuda
-@pytest.mark.parametrize("part", range(TILE_PARTS))
-def test_memory_of_tiles_on_cuda(part, memory, rng):
-    there = memory_of(memory, "cuda")
-    for call in itertools.islice(tile_calls(), part, None, TILE_PARTS):
+    for call in calls():
         frames.check_memory("cuda", there, call, rng)
 
 

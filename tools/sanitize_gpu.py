@@ -66,14 +66,12 @@ def tests() -> list[str]:
 
 
 def test_runs(tool: str, ids: list[str]) -> list[Run]:
-    """The tests under a tool, those of an op and a dtype together; of matmul each by itself."""
+    """The tests under a tool, those of an op and a dtype together."""
     parts = {}
     for test in ids:
         row_op = re.search(r"(\w+)-(\w+)-cuda", test)
         if tool != "initcheck" or row_op:
-            tiles = re.search(r"tiles_on_cuda\[(\d+)\]", test)
-            matmul = f"matmul tiles {tiles[1]}" if tiles else "matmul"
-            parts.setdefault(f"{row_op[1]} {row_op[2]}" if row_op else matmul, []).append(test)
+            parts.setdefault(f"{row_op[1]} {row_op[2]}" if row_op else "matmul", []).append(test)
     return [Run(tool, part, (*PYTEST, *of_part), len(of_part)) for part, of_part in parts.items()]
 
 

@@ -244,7 +244,7 @@ _BAND, _WIDE = 8, 32
 
 def band(product: Product, tile: Tile) -> int:
     """How many tile rows run side by side, column by column, before those below them."""
-    return max(tile.band, _BAND) if product.n >= _WIDE * tile.columns else tile.band
+    return _BAND if product.n >= _WIDE * tile.columns else tile.band
 
 
 class Plan(NamedTuple):
@@ -402,9 +402,15 @@ def planned(product: Product, plan: Plan) -> Choice:
     """Hopper's kernel by a plan."""
     promote = int(ARITHMETICS[product.arithmetic].promoted)
     lhs_copy, rhs_copy = _copies(product)
-    why = "Hopper's tensor cores"
-    copies = {"lhs_copy": lhs_copy, "rhs_copy": rhs_copy}
-    return Choice("wgmma", why, band=band(product, plan.tile), **plan._asdict(), promote=promote, **copies)
+    return Choice(
+        "wgmma",
+        "Hopper's tensor cores",
+        band=band(product, plan.tile),
+        **plan._asdict(),
+        promote=promote,
+        lhs_copy=lhs_copy,
+        rhs_copy=rhs_copy,
+    )
 
 
 def choose(product: Product, device: Device, activation: bool = False, bias: bool = False) -> Choice:
