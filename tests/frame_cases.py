@@ -128,7 +128,7 @@ def matmul_calls() -> list[frames.Call]:
 
 def matmul_call(
     name: str,
-    tile: choices.Tile | None,
+    tile: choices.Tile | choices.FewRowsTile | None,
     dtypes: tuple[int, int, int],
     size: tuple[int, int, int],
     *,
@@ -161,7 +161,7 @@ def matmul_call(
         "triangle": 0,
         "tile_rows": tile.rows if tile else 0,
         "tile_columns": tile.columns if tile else 0,
-        "band": tile.band if tile else 1,
+        "band": tile.band if isinstance(tile, choices.Tile) else 1,
         "shared": choices.SHARED_OPERANDS.index(shared),
         "splits": splits,
         "promote": 1 if arithmetic.promoted else 0,
@@ -203,6 +203,8 @@ def tile_calls() -> Iterator[frames.Call]:
             copies = (0, int(odd)) if name == "16bit" else None
             for shared in choices.SHARED_OPERANDS if name == "16bit" and splits == 1 else (None,):
                 yield matmul_call(name, tile, dtypes[name], size, splits=splits, shared=shared, copies=copies)
+    for tile in choices.FEW_ROWS_TILES:
+        yield matmul_call("16bit", tile, dtypes["16bit"], (13, 520, 1000), transposed=(False, tile.rhs_transposed))
 
 
 # --- what XLA never sends ---

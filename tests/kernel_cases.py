@@ -234,6 +234,9 @@ def matmul_cases() -> Iterator[Case]:
                 if name != "f32":
                     wide = (*dtypes[:2], 11)
                     yield fixed(name, tile, wide, (32, 64, 2048), splits=4, partials=True, path="parts")
+    for tile, dtypes in itertools.product(choices.FEW_ROWS_TILES, ((16, 16, 16), (10, 10, 10), (16, 16, 11))):
+        size = (16, 150 * tile.columns - 8, 264)
+        yield fixed("16bit", tile, dtypes, size, transposed=(False, tile.rhs_transposed), path="few rows")
     yield fixed("16bit", choices.TILES["16bit"][1], (16, 16, 16), (65, 127, 129), path="copy", copies=(1, 1))
     general = [(16, 16, 16), (16, 16, 11), (10, 10, 10), (10, 10, 11), (11, 11, 11)]
     for dtypes, transposed in itertools.product(general, itertools.product((False, True), repeat=2)):

@@ -28,9 +28,13 @@ def test_choices_are_possible(arithmetic, rng):
     shapes = [tuple(int(2 ** rng.uniform(0, 14)) for _ in range(3)) for _ in range(200)]
     for (m, n, k), layout, result_bytes in itertools.product(shapes, ("NN", "NT", "TN", "TT"), (2, 4)):
         choice = choices.choose(product(m, n, k, arithmetic, layout, result_bytes=result_bytes), choices.H200)
+        tile = choice.tile
+        if choice.kernel == "few rows":
+            rows_along = k if layout == "NT" else n
+            assert arithmetic == "16bit" and m <= 16 and layout[0] == "N" and k % 8 == 0 and rows_along % 8 == 0
+            assert tile in choices.FEW_ROWS_TILES and tile.rhs_transposed == (layout[1] == "T")
         if choice.kernel != "wgmma":
             continue
-        tile = choice.tile
         assert tile in choices.TILES[arithmetic]
         assert tile.stores_any_rows or n * result_bytes % 16 == 0 or choice.partials
         assert tile.rows >= 64 or (m <= tile.rows and layout[0] == "N")
@@ -105,9 +109,9 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared):
 @pytest.mark.parametrize(
     "m, n, k, layout, tile, splits",
     [
-        (1, 4096, 4096, "NN", (32, 64), 2),
+        (1, 4096, 4096, "NN", (16, 64), 1),
         (1, 4096, 4096, "NT", None, 1),
-        (1, 4096, 8192, "NN", (32, 64), 2),
+        (1, 4096, 8192, "NN", (16, 64), 1),
         (1, 28672, 4096, "NN", None, 1),  # XLA reads them at the memory's rate
         (16, 8192, 4096, "NN", None, 1),
         (32, 8192, 4096, "NT", (32, 64), 1),

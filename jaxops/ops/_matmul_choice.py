@@ -76,6 +76,25 @@ class Tile(NamedTuple):
     parts: int = 1  # of a split, at most, that a cluster of blocks can sum: the others' sums fit into a block's memory
 
 
+class FewRowsTile(NamedTuple):
+    """The part of a result of few rows that a block computes at a time while the weights stream past (few_rows.cuh).
+
+    rhs_transposed: for weights that lie so. rate: bytes of them a microsecond that a multiprocessor loads.
+    """
+
+    rows: int
+    columns: int
+    rhs_transposed: bool
+    rate: float
+    ping_pong: bool = False
+
+    def holds(self, product: Product) -> bool:
+        """Whether it can compute a product."""
+        few = product.m <= self.rows and not product.lhs_transposed and not product.triangle
+        alike = product.arithmetic == "16bit" and product.rhs_transposed == self.rhs_transposed
+        return few and alike and not any(_copies(product))
+
+
 class Arithmetic(NamedTuple):
     """How elements are multiplied: their bytes, TFLOP/s at best, whether in parts, and whether sums are promoted.
 
@@ -108,6 +127,7 @@ _COMMON_TILES = (
     Tile(64, 64, False, 0.44, parts=8),
     Tile(64, 128, False, 0.73, parts=7),
     Tile(64, 192, False, 0.82),
+    Tile(64, 256, False, 0.85),  # many columns for few blocks: see _BUSY
     Tile(128, 128, False, 0.91, parts=4),
     Tile(128, 128, True, 1.0, band=2),
     Tile(128, 192, True, 1.02, stores_any_rows=False),
@@ -136,6 +156,14 @@ TILES = {
     "f8 fast": _FAST_F8_TILES,
 }
 
+FEW_ROWS_TILES = (
+    FewRowsTile(16, 16, True, 50e3),
+    FewRowsTile(16, 32, True, 68e3),
+    FewRowsTile(16, 32, False, 68e3),
+    FewRowsTile(16, 64, False, 73e3),
+    FewRowsTile(16, 128, False, 85e3),
+)
+
 #: Bytes a microsecond from memory and from the L2 cache, and the norm of what these and the products take: they hide
 #: each other, but not wholly where they take equally long.
 _MEMORY, _L2, _NORM = 4.2e6, 19e6, 4
@@ -147,6 +175,9 @@ _LINE, _STRADDLING = 128, 2.9
 _KERNEL, _FILL = 2.5, 2.0
 #: Microseconds that a cluster needs to sum the parts of a tile, and more for each 64 x 64 sums of a further part.
 _CLUSTER, _CLUSTER_SUMS = 2.4, 0.6
+#: Microseconds that the kernel for few rows needs beside the loading of weights; the rate that is left where it loads 64
+#: bytes here and there, and where rows lie across lines.
+_FEW_ROWS_FILL, _PIECES, _ACROSS = 2.6, 0.85, 0.6
 #: Microseconds that partial results cost, with the kernel that sums them, and bytes of them a microsecond more.
 _PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
 #: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, and others (with a bias or an
@@ -190,13 +221,14 @@ _FEW_ROWS = (
 class Choice:
     """How a product is computed.
 
-    kernel: "wgmma" (Hopper's tensor cores), "general" (a kernel for every GPU) or "xla". why: in words. The rest is of
-    wgmma alone. lhs_copy, rhs_copy: 0 none; 1 with padded rows; 2 transposed.
+    kernel: "wgmma" (Hopper's tensor cores), "few rows" (up to 16, on Hopper), "general" (a kernel for every GPU) or
+    "xla". why: in words. The rest is of wgmma alone, and the tile of few rows too. lhs_copy, rhs_copy: 0 none; 1 with
+    padded rows; 2 transposed.
     """
 
     kernel: str
     why: str
-    tile: Tile | None = None
+    tile: Tile | FewRowsTile | None = None
     band: int = 1  # tile rows that run side by side
     splits: int = 1
     partials: bool = False  # the parts of a split are written and summed by another kernel; else by clusters of blocks
@@ -250,7 +282,7 @@ def band(product: Product, tile: Tile) -> int:
 class Plan(NamedTuple):
     """How the tensor cores' kernel computes a product: the fields of Choice."""
 
-    tile: Tile
+    tile: Tile | FewRowsTile
     splits: int = 1
     partials: bool = False
     shared: str | None = None
@@ -272,8 +304,23 @@ def _straddling(product: Product) -> list[str]:
     return [name for name, row, copy in read if not copy and row % _LINE != 0 and _LINE % row != 0]
 
 
+def _few_rows_microseconds(product: Product, tile: FewRowsTile, device: Device) -> float:
+    """The time that the kernel for few rows is expected to take: blocks run together, as many as multiprocessors."""
+    weights = product.k * tile.columns * 2  # of a tile, in bytes
+    rounds, last = divmod(_tiles(product, Plan(tile)), device.multiprocessors)
+    memory = _MEMORY * (_PIECES if tile.columns == 32 and not tile.rhs_transposed else 1)
+
+    def one(blocks: int) -> float:
+        return max(blocks * weights / memory, weights / tile.rate) if blocks else 0
+
+    time = rounds * one(device.multiprocessors) + one(last)
+    return _FEW_ROWS_FILL + time / (_ACROSS if "rhs" in _straddling(product) else 1)
+
+
 def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) -> float:
     """The time that a plan is expected to take."""
+    if isinstance(plan.tile, FewRowsTile):
+        return _few_rows_microseconds(product, plan.tile, device)
     arithmetic = ARITHMETICS[product.arithmetic]
     itemsize = arithmetic.itemsize
     tile, splits = plan.tile, plan.splits
@@ -307,6 +354,7 @@ def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) 
 
 def _plans(product: Product, device: Device) -> Iterator[Plan]:
     """Those that could compute a product."""
+    yield from (Plan(tile) for tile in FEW_ROWS_TILES if tile.holds(product))
     arithmetic = ARITHMETICS[product.arithmetic]
     aligned = product.n * product.result_bytes % 16 == 0
     few_rows = product.m <= 32 and not product.lhs_transposed and TILES[product.arithmetic][0].rows == 32
@@ -400,6 +448,8 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
 
 def planned(product: Product, plan: Plan) -> Choice:
     """Hopper's kernel by a plan."""
+    if isinstance(plan.tile, FewRowsTile):
+        return Choice("few rows", "the weights stream from memory", plan.tile)
     promote = int(ARITHMETICS[product.arithmetic].promoted)
     lhs_copy, rhs_copy = _copies(product)
     return Choice(

@@ -2,6 +2,7 @@
 
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
+#include "ops/matmul/few_rows.cuh"
 #include "ops/matmul/mma.cuh"
 #include "ops/matmul/operand_copy.cuh"
 #include "ops/matmul/simt.cuh"
@@ -43,7 +44,7 @@ enum class OperandCopy : int32_t { kNone, kAsItLies, kTransposed, kCount };
 
 // The attributes that say how the product is computed: jaxops/ops/_matmul_choice.py chooses them.
 struct Choice {
-  int32_t tile_rows, tile_columns;  // 0: a kernel for every GPU
+  int32_t tile_rows, tile_columns;  // 0 rows: a kernel for every GPU; kFewRows: that for few rows
   bool ping_pong;
   int32_t band;
   matmul::SharedOperand shared;
@@ -72,6 +73,21 @@ Error General(Device stream, const Problem& problem, DataType operands, DataType
           return FromCuda(kHandler, matmul::LaunchSimt<T>(stream, problem));
         }
       });
+}
+
+Error FewRows(Device stream, const Problem& problem, DataType operands, DataType result, int tile_columns) {
+  const cudaError_t status = First(
+      GeneralPairs{}, cudaErrorNotSupported,
+      [=]<class P> { return operands == kDataType<typename P::Input> && result == kDataType<typename P::Output>; },
+      [&]<class P> {
+        using T = typename P::Input;
+        if constexpr (sizeof(T) == 2) {
+          return matmul::LaunchFewRows<T, typename P::Output>(stream, problem, tile_columns);
+        } else {
+          return cudaErrorNotSupported;
+        }
+      });
+  return status == cudaErrorNotSupported ? General(stream, problem, operands, result) : FromCuda(kHandler, status);
 }
 
 // The matrices of an operand as they lie in memory.
@@ -275,6 +291,7 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
   if (tile_rows == 0 || problem.k == 0 || !fits(lhs, lhs_copy) || !fits(rhs, rhs_copy) ||
       CompiledCapability() != kHopper)
     return General(stream, problem, lhs_type, result);
+  if (tile_rows == matmul::kFewRows) return FewRows(stream, problem, lhs_type, result, tile_columns);
   return First(
       WgmmaOperands{}, Invalid(kHandler, "no tensor core kernel for these element types"),
       [=]<class P> {

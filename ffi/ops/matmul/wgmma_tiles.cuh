@@ -182,10 +182,10 @@ cudaError_t LaunchPlanned(Types<Tiles...>, cudaStream_t stream, const Problem& p
   return status;
 }
 
-using WgmmaTiles =
-    Types<WgmmaTile<32, 64, 1, 7, Schedule::kCooperative, 2>, WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>,
-          WgmmaTile<64, 192, 1, 6>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
-          WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 1, 4>, WgmmaTile<128, 256, 2, 4>>;
+using WgmmaTiles = Types<WgmmaTile<32, 64, 1, 7, Schedule::kCooperative, 2>, WgmmaTile<64, 64, 1, 12>,
+                         WgmmaTile<64, 128, 1, 8>, WgmmaTile<64, 192, 1, 6>, WgmmaTile<64, 256, 1, 4>,
+                         WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
+                         WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 1, 4>, WgmmaTile<128, 256, 2, 4>>;
 // Promoted sums take twice the registers, those of operands in parts three times.
 template <int kRows, int kColumns, int kMultipliers, int kStages>
 using PartsTile = WgmmaTile<kRows, kColumns, kMultipliers, kStages, Schedule::kCooperative, 1, 2, 2>;
