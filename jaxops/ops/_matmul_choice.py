@@ -175,8 +175,8 @@ _LINE, _STRADDLING = 128, 2.9
 _KERNEL, _FILL = 2.5, 2.0
 #: Microseconds that a cluster needs to sum the parts of a tile, and more for each 64 x 64 sums of a further part.
 _CLUSTER, _CLUSTER_SUMS = 2.4, 0.6
-#: Microseconds that the kernel for few rows needs beside the loading of weights; the rate that is left where it loads 64
-#: bytes here and there, and where rows lie across lines.
+#: Microseconds that the kernel for few rows needs beside loading the weights; the share of the rate that is left where
+#: it loads 64 bytes here and there, and where rows lie across lines.
 _FEW_ROWS_FILL, _PIECES, _ACROSS = 2.6, 0.85, 0.6
 #: Microseconds that partial results cost, with the kernel that sums them, and bytes of them a microsecond more.
 _PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
