@@ -204,7 +204,8 @@ def tile_calls() -> Iterator[frames.Call]:
             for shared in choices.SHARED_OPERANDS if name == "16bit" and splits == 1 else (None,):
                 yield matmul_call(name, tile, dtypes[name], size, splits=splits, shared=shared, copies=copies)
     for tile in choices.FEW_ROWS_TILES:
-        yield matmul_call("16bit", tile, dtypes["16bit"], (13, 520, 1000), transposed=(False, tile.rhs_transposed))
+        for n, k in ((520, 1000), (300 * tile.columns - 8, 200)):  # few tiles, and more than blocks run at once
+            yield matmul_call("16bit", tile, dtypes["16bit"], (13, n, k), transposed=(False, tile.rhs_transposed))
 
 
 # --- what XLA never sends ---

@@ -37,7 +37,7 @@ def test_choices_are_possible(arithmetic, rng):
             continue
         assert tile in choices.TILES[arithmetic]
         assert tile.stores_any_rows or n * result_bytes % 16 == 0 or choice.partials
-        assert tile.rows >= 64 or (m <= tile.rows and layout[0] == "N")
+        assert (tile.rows >= 64 or m <= tile.rows) and not (tile.lhs_along_k and layout[0] == "T")
         assert choice.splits <= tile.parts or choice.partials
         assert choice.shared is None or choice.splits == 1
         itemsize = choices.ARITHMETICS[arithmetic].itemsize
@@ -113,11 +113,18 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared):
         (1, 4096, 4096, "NT", None, 1),
         (1, 4096, 8192, "NN", (16, 64), 1),
         (1, 28672, 4096, "NN", None, 1),  # XLA reads them at the memory's rate
-        (16, 8192, 4096, "NN", None, 1),
+        (8, 28672, 4096, "NT", None, 1),
+        (8, 1024, 1024, "NT", (16, 16), 1),
+        (8, 1024, 4096, "NN", None, 1),
+        (16, 2048, 4096, "NN", (16, 32), 1),
+        (12, 6144, 4096, "NN", (16, 64), 1),
+        (16, 8192, 4096, "NN", (16, 128), 1),
+        (2, 4096, 4096, "NT", (16, 32), 1),
+        (16, 5000, 4096, "NN", None, 1),  # rows do not begin at 128 bytes
         (32, 8192, 4096, "NT", (32, 64), 1),
         (48, 4096, 4096, "NN", (64, 64), 2),
         (64, 14336, 4096, "NT", (64, 128), 1),
-        (64, 28672, 4096, "NN", None, 1),
+        (48, 28672, 4096, "NN", None, 1),
         (64, 4096, 4096, "TN", None, 1),
         (96, 4096, 4096, "NN", None, 1),  # two tiles of rows
         (128, 6144, 4096, "NN", (64, 128), 1),
@@ -157,6 +164,8 @@ def test_short_products_with_an_activation_are_ours(m, n, k, kernel):
         (8192, 4096, 14336, (128, 256, False), 8),
         (8192, 8192, 8192, (128, 192, True), 8),
         (128, 28672, 4096, (128, 256, False), 8),
+        (48, 28672, 4096, (64, 256, False), 8),  # 112 tiles; (64, 128) would be 224, for 132 multiprocessors
+        (48, 20480, 4096, (64, 192, False), 8),
         (65536, 256, 256, (128, 128, True), 2),
         (4095, 4097, 4093, (128, 128, True), 8),  # wide, and rows that the copy engine does not store
     ],

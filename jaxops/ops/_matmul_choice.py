@@ -64,7 +64,10 @@ class Product:
 
 
 class Tile(NamedTuple):
-    """The part of the result that a block computes at a time, and with which share of the tensor cores' peak."""
+    """The part of the result that a block computes at a time, and with which share of the tensor cores' peak.
+
+    lhs_along_k: for lhs that is not transposed alone. Less than 64 rows are for products of no more rows.
+    """
 
     rows: int
     columns: int
@@ -74,18 +77,21 @@ class Tile(NamedTuple):
     stores_any_rows: bool = True  # else only results whose rows are aligned to 16 bytes
     resident: int = 1  # blocks of a multiprocessor
     parts: int = 1  # of a split, at most, that a cluster of blocks can sum: the others' sums fit into a block's memory
+    lhs_along_k: bool = False
 
 
 class FewRowsTile(NamedTuple):
     """The part of a result of few rows that a block computes at a time while the weights stream past (few_rows.cuh).
 
-    rhs_transposed: for weights that lie so. rate: bytes of them a microsecond that a multiprocessor loads.
+    rhs_transposed: for weights that lie so. rate: bytes of them a microsecond that a multiprocessor loads. resident:
+    blocks of a multiprocessor, where there are more than one for each.
     """
 
     rows: int
     columns: int
     rhs_transposed: bool
     rate: float
+    resident: int = 1
     ping_pong: bool = False
 
     def holds(self, product: Product) -> bool:
@@ -123,11 +129,11 @@ ARITHMETICS = {
 }
 
 _COMMON_TILES = (
-    Tile(32, 64, False, 0.45, resident=2, parts=6),  # for up to 32 rows that lie along k
+    Tile(32, 64, False, 0.45, resident=2, parts=6, lhs_along_k=True),
     Tile(64, 64, False, 0.44, parts=8),
     Tile(64, 128, False, 0.73, parts=7),
     Tile(64, 192, False, 0.82),
-    Tile(64, 256, False, 0.85),  # many columns for few blocks: see _BUSY
+    Tile(64, 256, False, 0.85, lhs_along_k=True),
     Tile(128, 128, False, 0.91, parts=4),
     Tile(128, 128, True, 1.0, band=2),
     Tile(128, 192, True, 1.02, stores_any_rows=False),
@@ -161,7 +167,7 @@ FEW_ROWS_TILES = (
     FewRowsTile(16, 32, True, 68e3),
     FewRowsTile(16, 32, False, 68e3),
     FewRowsTile(16, 64, False, 73e3),
-    FewRowsTile(16, 128, False, 85e3),
+    FewRowsTile(16, 128, False, 85e3, resident=2),
 )
 
 #: Bytes a microsecond from memory and from the L2 cache, and the norm of what these and the products take: they hide
@@ -191,7 +197,7 @@ class FewRows(NamedTuple):
     """Products of few rows, 16 bits, for which our kernel was faster than XLA's: of each size the least and the most.
 
     columns, depth: n and k. weights: elements of rhs, n k; more of them are read at the memory's rate by XLA's kernels,
-    and a tenth slower by ours.
+    too. Rows of the operands lie within lines of the L2 cache.
     """
 
     rows: tuple[int, int]
@@ -205,11 +211,16 @@ class FewRows(NamedTuple):
         sizes = product.m, product.n, product.k, product.n * product.k
         limits = self.rows, self.columns, self.depth, self.weights
         within = all(least <= size <= most for size, (least, most) in zip(sizes, limits, strict=True))
-        return within and not product.lhs_transposed and product.rhs_transposed in self.rhs_transposed
+        alike = not product.lhs_transposed and product.rhs_transposed in self.rhs_transposed
+        return within and alike and not _straddling(product)
 
 
 _FEW_ROWS = (
     FewRows((1, 1), (2048, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
+    FewRows((2, 16), (2048, 4095), (1024, 4096), (4e6, 7e7), rhs_transposed=(False,)),
+    FewRows((2, 16), (4096, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
+    FewRows((2, 16), (1024, 2047), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
+    FewRows((2, 16), (2048, 14336), (1024, 14336), (4e6, 7e7), rhs_transposed=(True,)),
     FewRows((17, 32), (4096, 14336), (1024, 14336), (4e6, 7e7)),
     FewRows((33, 64), (2048, 14336), (1024, 14336), (4e6, 7e7)),
     FewRows((97, 128), (1024, 11008), (1024, 6144), (1e6, 5e7)),
@@ -305,15 +316,16 @@ def _straddling(product: Product) -> list[str]:
 
 
 def _few_rows_microseconds(product: Product, tile: FewRowsTile, device: Device) -> float:
-    """The time that the kernel for few rows is expected to take: blocks run together, as many as multiprocessors."""
+    """The time that the kernel for few rows is expected to take."""
     weights = product.k * tile.columns * 2  # of a tile, in bytes
-    rounds, last = divmod(_tiles(product, Plan(tile)), device.multiprocessors)
+    together = device.multiprocessors * tile.resident
+    rounds, last = divmod(_tiles(product, Plan(tile)), together)
     memory = _MEMORY * (_PIECES if tile.columns == 32 and not tile.rhs_transposed else 1)
 
     def one(blocks: int) -> float:
         return max(blocks * weights / memory, weights / tile.rate) if blocks else 0
 
-    time = rounds * one(device.multiprocessors) + one(last)
+    time = rounds * one(together) + one(last)
     return _FEW_ROWS_FILL + time / (_ACROSS if "rhs" in _straddling(product) else 1)
 
 
@@ -363,6 +375,8 @@ def _plans(product: Product, device: Device) -> Iterator[Plan]:
     shared = [None, *(_straddling(product) if can_share else ())]
     for tile in TILES[product.arithmetic]:
         if (not aligned and not tile.stores_any_rows) or (tile.rows == 32) != few_rows:
+            continue
+        if tile.lhs_along_k and product.lhs_transposed:
             continue
         yield from (Plan(tile, shared=name) for name in shared)
         if tile.ping_pong:

@@ -24,23 +24,24 @@ namespace jaxops::matmul {
 
 inline constexpr int kFewRows = 16;
 
-// A k tile of rhs has 4096 bytes (2048, of 16 columns). Where its rows lie along n, the more of them are adjacent the
-// better for the memory.
-template <int kColumns_, bool kRhsTransposed_>
+// kResident: blocks of a multiprocessor. A k tile of rhs has 4096 bytes; 2048 of 16 columns, and 8192 of two blocks, of
+// half as many warps. Where its rows lie along n the memory is the faster the more of them are read side by side.
+template <int kColumns_, bool kRhsTransposed_, int kResident_ = 1>
 struct FewRowsTile {
-  static constexpr int kRows = kFewRows, kColumns = kColumns_;
+  static constexpr int kRows = kFewRows, kColumns = kColumns_, kResident = kResident_;
   static constexpr bool kRhsTransposed = kRhsTransposed_;
-  static constexpr int kDepth = std::min(64, 2048 / kColumns);  // of a k tile
-  static constexpr int kWarps = 8, kThreads = kWarps * 32, kStages = kColumns < 32 ? 5 : 4;
+  static constexpr int kDepth = std::min(64, kResident * 2048 / kColumns);  // of a k tile
+  static constexpr int kWarps = 8 / kResident, kThreads = kWarps * 32;
+  static constexpr int kStages = kColumns < 32 ? 5 : 4 / kResident;
   static constexpr int kStep = kWarps * kDepth;  // from one k tile of a warp to its next
   static constexpr int kRhsBytes = kColumns * kDepth * 2, kStageBytes = kRhsBytes + kRows * kDepth * 2;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kPitch = kColumns + 4;  // floats; from a row of sums to the second next are 8 banks
   static constexpr int kSharedBytes = kRingBytes + kWarps * kRows * kPitch * 4;
-  static_assert(kSharedBytes <= 227 << 10);
+  static_assert(kResident * (kSharedBytes + 1024) <= 228 << 10);
 };
 using FewRowsTiles = Types<FewRowsTile<16, true>, FewRowsTile<32, true>, FewRowsTile<32, false>, FewRowsTile<64, false>,
-                           FewRowsTile<128, false>>;
+                           FewRowsTile<128, false>, FewRowsTile<128, false, 2>>;
 
 // Lines of kPieces times 16 bytes, in an order of the pieces in which the same ones of 8 lines lie in different banks.
 template <int kPieces>
@@ -145,10 +146,11 @@ class FewRowsLoader {
   bool whole_columns_;
 };
 
-// Rows of both operands begin at multiples of 16 bytes. columns: tiles of a row of the result; tiles: of all.
-template <class T, class U, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads)
-    FewRowsMatmul(const __grid_constant__ Problem p, uint32_t columns, uint32_t tiles) {
+// Rows of both operands begin at multiples of 16 bytes. wide_out: results are f32. columns: tiles of a row of the
+// result; tiles: of all.
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
+    FewRowsMatmul(const __grid_constant__ Problem p, bool wide_out, uint32_t columns, uint32_t tiles) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Loader = FewRowsLoader<T, Tile>;
   using RhsLines = Loader::RhsLines;
@@ -169,6 +171,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   Loader loader(p, columns, tiles);
   int place = 0, free = 0;  // the stage to multiply next, and to fill
   const auto next = [](int stage) { return stage + 1 == Tile::kStages ? 0 : stage + 1; };
+#pragma unroll 1
   for (; free < Tile::kStages - 1; ++free) loader.LoadNext(ring + free * Tile::kStageBytes);
   for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     float sums[kColumnBlocks][kRowBlocks][4] = {};
@@ -214,7 +217,12 @@ __global__ void __launch_bounds__(Tile::kThreads)
         const float4 add = *reinterpret_cast<const float4*>(&sums_of_warps[other * Tile::kRows + row][column]);
         values[0] += add.x, values[1] += add.y, values[2] += add.z, values[3] += add.w;
       }
-      StoreRow<U>(p, batch, p.batch.At(batch), row, first_column + column, values);
+      const Offsets offsets = p.batch.At(batch);
+      if (wide_out) {
+        StoreRow<float>(p, batch, offsets, row, first_column + column, values);
+      } else {
+        StoreRow<T>(p, batch, offsets, row, first_column + column, values);
+      }
     }
     if (tile + gridDim.x < tiles) __syncthreads();  // the sums have been read
   }
@@ -222,8 +230,8 @@ __global__ void __launch_bounds__(Tile::kThreads)
 }
 
 // cudaErrorNotSupported if there is no such tile, or none for operands that lie so.
-template <class T, class U>
-cudaError_t LaunchFewRows(cudaStream_t stream, const Problem& p, int tile_columns) {
+template <class T>
+cudaError_t LaunchFewRows(cudaStream_t stream, const Problem& p, bool wide_out, int tile_columns) {
   const bool aligned = p.k % 8 == 0 && p.rhs_stride() % 8 == 0 && IsAligned(p.lhs) && IsAligned(p.rhs);
   if (p.lhs_transposed || p.m > kFewRows || !aligned) return cudaErrorNotSupported;
   int device = 0, multiprocessors = 0;
@@ -232,12 +240,17 @@ cudaError_t LaunchFewRows(cudaStream_t stream, const Problem& p, int tile_column
   if (status != cudaSuccess) return status;
   const int64_t columns = (p.n + tile_columns - 1) / tile_columns, tiles = columns * p.batches;
   if (tiles > std::numeric_limits<int32_t>::max()) return cudaErrorNotSupported;
+  // Rather two blocks at once than one after the other: then more columns are read side by side.
+  const int resident = tile_columns == 128 && tiles > multiprocessors ? 2 : 1;
   return First(
       FewRowsTiles{}, cudaErrorNotSupported,
-      [=, &p]<class Tile> { return Tile::kColumns == tile_columns && Tile::kRhsTransposed == p.rhs_transposed; },
       [=, &p]<class Tile> {
-        const Grid grid = {std::min<int64_t>(tiles, multiprocessors), Tile::kThreads, 1, Tile::kSharedBytes};
-        return Launch(stream, FewRowsMatmul<T, U, Tile>, grid, p, static_cast<uint32_t>(columns),
+        return Tile::kColumns == tile_columns && Tile::kRhsTransposed == p.rhs_transposed &&
+               Tile::kResident == resident;
+      },
+      [=, &p]<class Tile> {
+        const Grid grid = {std::min<int64_t>(tiles, multiprocessors * resident), Tile::kThreads, 1, Tile::kSharedBytes};
+        return Launch(stream, FewRowsMatmul<T, Tile>, grid, p, wide_out, static_cast<uint32_t>(columns),
                       static_cast<uint32_t>(tiles));
       });
 }

@@ -77,16 +77,9 @@ Error General(Device stream, const Problem& problem, DataType operands, DataType
 
 Error FewRows(Device stream, const Problem& problem, DataType operands, DataType result, int tile_columns) {
   const cudaError_t status = First(
-      GeneralPairs{}, cudaErrorNotSupported,
-      [=]<class P> { return operands == kDataType<typename P::Input> && result == kDataType<typename P::Output>; },
-      [&]<class P> {
-        using T = typename P::Input;
-        if constexpr (sizeof(T) == 2) {
-          return matmul::LaunchFewRows<T, typename P::Output>(stream, problem, tile_columns);
-        } else {
-          return cudaErrorNotSupported;
-        }
-      });
+      Types<__nv_bfloat16, __half>{}, cudaErrorNotSupported,
+      [=]<class T> { return operands == kDataType<T> && (result == kDataType<T> || result == DataType::F32); },
+      [&]<class T> { return matmul::LaunchFewRows<T>(stream, problem, result == DataType::F32, tile_columns); });
   return status == cudaErrorNotSupported ? General(stream, problem, operands, result) : FromCuda(kHandler, status);
 }
 

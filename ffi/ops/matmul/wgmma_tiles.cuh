@@ -85,7 +85,7 @@ hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space,
 }
 
 template <class Tile, class P>
-  requires(Tile::kWhole || P::kLhs == Major::kDepth)
+  requires(!Tile::kFewRows || P::kLhs == Major::kDepth)
 cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
   using T = typename P::T;
   using V = typename P::V;
@@ -166,7 +166,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
                 Divisor32(static_cast<uint32_t>(p.m)), plan.partials, plan.splits);
 }
 
-// Rows along m are loaded 64 at a time.
+// Rows along m are loaded 64 at a time, and not for few of them.
 template <class Tile, class P>
 cudaError_t LaunchTile(cudaStream_t, const Problem&, const WgmmaPlan&) {
   return cudaErrorNotSupported;

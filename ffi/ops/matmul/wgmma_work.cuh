@@ -25,8 +25,8 @@ using hopper::Major;
 enum class Schedule { kCooperative, kPingPong };
 
 // The result's tile of one block, the warpgroups that multiply, and the stages of the ring. Less than 64 rows are for
-// products of no more rows: there is room for these alone; what is multiplied beyond them is never stored. kParts:
-// tiles of each operand in a stage.
+// products of no more rows: there is room for these alone; what is multiplied beyond them is never stored. Tiles for
+// few rows are for lhs along k alone. kParts: tiles of each operand in a stage.
 template <int kRows_, int kColumns_, int kMultipliers_, int kStages_, Schedule kSchedule_ = Schedule::kCooperative,
           int kResident_ = 1, int kStaging_ = 2, int kParts_ = 1>
 struct WgmmaTile {
@@ -35,7 +35,7 @@ struct WgmmaTile {
   static constexpr bool kPingPong = kSchedule_ == Schedule::kPingPong;
   static constexpr int kResident = kResident_;  // blocks of a multiprocessor
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
-  static constexpr bool kWhole = kRows % 64 == 0;
+  static constexpr bool kWhole = kRows % 64 == 0, kFewRows = !kWhole || kColumns > 3 * kRows;
   static constexpr int kBlocks = kWhole ? kRows / 64 / (kPingPong ? 1 : kMultipliers) : 1;  // of 64 rows, a warpgroup
   // With more sums than these in registers there is no room for a store that is not the copy engine's.
   static constexpr bool kStoresAnyRows = kBlocks * kColumns <= 256;
