@@ -77,8 +77,8 @@ CONFIGURATIONS = [
 ] + [
     (operands, choices.Plan(tile))
     for operands in OPERANDS
-    for tile in choices.FEW_ROWS_TILES
     if operands.arithmetic == "16bit"
+    for tile in choices.FEW_ROWS_TILES
 ]
 
 

@@ -82,10 +82,17 @@ class PerDevice {
   std::array<std::atomic<int>, 64> values_ = {};
 };
 
+// The multiprocessors of the current device.
+inline cudaError_t CountMultiprocessors(int* count) {
+  int device = 0;
+  const cudaError_t status = cudaGetDevice(&device);
+  return status == cudaSuccess ? cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device) : status;
+}
+
 // How many clusters of a kernel the current device runs at once; 0 if that is not known.
 template <class... Parameters>
 int ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
-  int count = 0, device = 0, processors = 0;
+  int count = 0, multiprocessors = 0;
   if (Prepare(kernel, grid) != cudaSuccess) return 0;
   if (grid.cluster > 1) {
     grid.blocks = grid.cluster;
@@ -93,12 +100,11 @@ int ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
     const cudaLaunchConfig_t config = Configuration(grid, nullptr, &attribute);
     return cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess ? count : 0;
   }
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+  if (CountMultiprocessors(&multiprocessors) != cudaSuccess ||
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, grid.threads, grid.shared_bytes) != cudaSuccess) {
     return 0;
   }
-  return count * processors;
+  return count * multiprocessors;
 }
 
 // The dynamic shared memory that a block may have on the current device beside up to 16 KiB of static shared memory.

@@ -3,9 +3,8 @@
 //
 // A block takes columns of the result, its warps k tiles in turn. Each warp has a ring of its own, which cp.async fills
 // across the block's tiles, and waits for no other until the sums are added. Such a block loads sooner, and ends
-// sooner, than one that fetches what the copy engine is told and sums over a cluster, and a multiprocessor loads twice
-// as fast as the copy engine does in rows of 128 bytes. For the tensor cores the result's columns are rows, 16 at a
-// time, and its rows columns.
+// sooner, than one that fetches what the copy engine is told and sums over a cluster. For the tensor cores the result's
+// columns are rows, 16 at a time, and its rows columns.
 #ifndef JAXOPS_OPS_MATMUL_FEW_ROWS_CUH_
 #define JAXOPS_OPS_MATMUL_FEW_ROWS_CUH_
 
@@ -48,9 +47,9 @@ template <int kPieces>
 struct SwizzledLines {
   static constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // lines that lie side by side in the banks
   static constexpr int Turn(int line) { return line / kTogether % (kPieces < 8 ? kPieces : 8) * 16; }
-  // In bytes. What follows the place of (line, piece) by `lines` and `pieces`, powers of two above line and piece or
-  // their multiples, is (place ^ Turn(lines) ^ 16 pieces) + Lines(lines): constants but for the place.
-  static __device__ uint32_t Place(int line, int piece) { return line * kPieces * 16 + (piece * 16 ^ Turn(line)); }
+  // In bytes. Place(line + lines, piece + pieces), of multiples of powers of two above line and piece, is
+  // (Place(line, piece) ^ Turn(lines) ^ 16 pieces) + Lines(lines): constants but for the lane's place.
+  static __device__ uint32_t Place(int line, int piece) { return Lines(line) + (piece * 16 ^ Turn(line)); }
   static constexpr int Lines(int lines) { return lines * kPieces * 16; }
 };
 
@@ -234,10 +233,8 @@ template <class T>
 cudaError_t LaunchFewRows(cudaStream_t stream, const Problem& p, bool wide_out, int tile_columns) {
   const bool aligned = p.k % 8 == 0 && p.rhs_stride() % 8 == 0 && IsAligned(p.lhs) && IsAligned(p.rhs);
   if (p.lhs_transposed || p.m > kFewRows || !aligned) return cudaErrorNotSupported;
-  int device = 0, multiprocessors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (status != cudaSuccess) return status;
+  int multiprocessors = 0;
+  if (const cudaError_t status = CountMultiprocessors(&multiprocessors); status != cudaSuccess) return status;
   const int64_t columns = (p.n + tile_columns - 1) / tile_columns, tiles = columns * p.batches;
   if (tiles > std::numeric_limits<int32_t>::max()) return cudaErrorNotSupported;
   // Rather two blocks at once than one after the other: then more columns are read side by side.

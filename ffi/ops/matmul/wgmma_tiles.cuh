@@ -151,9 +151,8 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
     }
   }
   if (status != cudaSuccess) return status;
-  int device = 0, multiprocessors = 0;
-  status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  int multiprocessors = 0;
+  status = CountMultiprocessors(&multiprocessors);
   if (status != cudaSuccess) return status;
   status =
       Launch(stream, WgmmaMatmul<Tile, P>,
