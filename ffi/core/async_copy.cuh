@@ -16,9 +16,10 @@ __device__ void CopyAsync(uint32_t target, const void* source, int inside) {
                  : "memory");
   }
 }
-// 16 bytes that nothing will read again: they are the first to leave the L2 cache.
+// The policy of the L2 cache, as createpolicy encodes it, for what nothing will read again: it is the first to leave.
+inline constexpr uint64_t kEvictFirst = 0x12F0000000000000;
+// 16 bytes that nothing will read again.
 __device__ inline void CopyAsyncOnce(uint32_t target, const void* source) {
-  constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // as createpolicy encodes it
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "l"(kEvictFirst)
                : "memory");

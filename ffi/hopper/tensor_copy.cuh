@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "core/async_copy.cuh"
 #include "hopper/barrier.cuh"
 
 namespace jaxops::hopper {
@@ -59,7 +60,6 @@ __device__ inline void Prefetch(const CUtensorMap& map) {
 // cache; a policy for other boxes, too, would make every load slower.
 __device__ inline void LoadBox(uint32_t target, const CUtensorMap& map, Barrier barrier, int column, int row, int slice,
                                bool once = false) {
-  constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // as createpolicy encodes it
   if (once) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
