@@ -159,7 +159,7 @@ def matmul_call(
     numbers = {
         "activation": 0,
         "triangle": 0,
-        "tile_rows": tile.rows if tile else 0,
+        "tile_rows": choices.rows_in_calls(tile) if tile else 0,
         "tile_columns": tile.columns if tile else 0,
         "band": tile.band if isinstance(tile, choices.Tile) else 1,
         "shared": choices.SHARED_OPERANDS.index(shared),
@@ -203,9 +203,13 @@ def tile_calls() -> Iterator[frames.Call]:
             copies = (0, int(odd)) if name == "16bit" else None
             for shared in choices.SHARED_OPERANDS if name == "16bit" and splits == 1 else (None,):
                 yield matmul_call(name, tile, dtypes[name], size, splits=splits, shared=shared, copies=copies)
+            if name == "16bit" and odd:  # rows aligned to 4 bytes, and to 8
+                for n, k in ((518, 998), (516, 1004)):
+                    yield matmul_call(name, tile, dtypes[name], (size[0], n, k), splits=splits, copies=(0, 0))
     for tile in choices.FEW_ROWS_TILES:
         for n, k in ((520, 1000), (300 * tile.columns - 8, 200)):  # few tiles, and more than blocks run at once
-            yield matmul_call("16bit", tile, dtypes["16bit"], (13, n, k), transposed=(False, tile.rhs_transposed))
+            size = (tile.rows - 3, n, k)
+            yield matmul_call("16bit", tile, dtypes["16bit"], size, transposed=(False, tile.rhs_transposed))
 
 
 # --- what XLA never sends ---

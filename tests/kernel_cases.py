@@ -222,6 +222,9 @@ def matmul_cases() -> Iterator[Case]:
         for dtypes in operands[name]:
             for transposed in itertools.product((False, True), repeat=2) if name == "16bit" else [(False, False)]:
                 yield fixed(name, tile, dtypes, (m, n, 256), transposed=transposed)
+                if name == "16bit" and tile.stores_any_rows:
+                    size = (30 if small else 298, 518, 250)
+                    yield fixed(name, tile, dtypes, size, transposed=transposed, copies=(0, 0), path="pieces")
                 if tile.parts > 1:
                     size = (tile.rows if small else 296, 520, 512)
                     yield fixed(name, tile, dtypes, size, transposed=transposed, splits=2, path="split")
@@ -235,7 +238,7 @@ def matmul_cases() -> Iterator[Case]:
                     wide = (*dtypes[:2], 11)
                     yield fixed(name, tile, wide, (32, 64, 2048), splits=4, partials=True, path="parts")
     for tile, dtypes in itertools.product(choices.FEW_ROWS_TILES, ((16, 16, 16), (10, 10, 10), (16, 16, 11))):
-        size = (16, 150 * tile.columns - 8, 264)
+        size = (tile.rows, 150 * tile.columns - 8, 264)
         yield fixed("16bit", tile, dtypes, size, transposed=(False, tile.rhs_transposed), path="few rows")
     yield fixed("16bit", choices.TILES["16bit"][1], (16, 16, 16), (65, 127, 129), path="copy", copies=(1, 1))
     general = [(16, 16, 16), (16, 16, 11), (10, 10, 10), (10, 10, 11), (11, 11, 11)]

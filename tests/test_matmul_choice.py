@@ -31,7 +31,7 @@ def test_choices_are_possible(arithmetic, rng):
         tile = choice.tile
         if choice.kernel == "few rows":
             rows_along = k if layout == "NT" else n
-            assert arithmetic == "16bit" and m <= 16 and layout[0] == "N" and k % 8 == 0 and rows_along % 8 == 0
+            assert arithmetic == "16bit" and m <= tile.rows and layout[0] == "N" and k % 8 == 0 and rows_along % 8 == 0
             assert tile in choices.FEW_ROWS_TILES and tile.rhs_transposed == (layout[1] == "T")
         if choice.kernel != "wgmma":
             continue
@@ -43,7 +43,8 @@ def test_choices_are_possible(arithmetic, rng):
         itemsize = choices.ARITHMETICS[arithmetic].itemsize
         assert choice.splits <= math.ceil(k / choices.ARITHMETICS[arithmetic].depth)
         columns = k if layout[0] == "N" else m
-        assert choice.lhs_copy or (itemsize < 4 and columns * itemsize % 16 == 0)
+        aligned_to = 4 if choice.in_pieces[0] else 16
+        assert choice.lhs_copy or (itemsize < 4 and columns * itemsize % aligned_to == 0)
 
 
 def test_a_choice_depends_on_nothing_but_the_product_and_the_device():
@@ -60,11 +61,13 @@ def test_a_choice_depends_on_nothing_but_the_product_and_the_device():
     "layout, m, k, kernel",
     [
         ("NN", 4096, 100, "wgmma"),
-        ("NT", 4096, 100, "xla"),  # two copies for a short product
+        ("NT", 4096, 100, "wgmma"),
+        ("NT", 4096, 99, "xla"),  # two copies for a short product
         ("TT", 4096, 100, "wgmma"),
         ("TN", 4096, 100, "xla"),  # no row lies along k
         ("TN", 4095, 4096, "wgmma"),
         ("NN", 4095, 4096, "xla"),  # no row lies along m
+        ("TN", 4098, 4096, "xla"),  # rows along m are aligned to 4 bytes
         ("TN", 100, 4096, "xla"),  # few rows
     ],
 )
@@ -122,6 +125,9 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared):
         (2, 4096, 4096, "NT", (16, 32), 1),
         (16, 5000, 4096, "NN", None, 1),  # rows do not begin at 128 bytes
         (32, 8192, 4096, "NT", (32, 64), 1),
+        (32, 4096, 4096, "NN", (32, 32), 1),
+        (32, 2048, 4096, "NT", (32, 16), 1),
+        (20, 1024, 4096, "NN", None, 1),
         (48, 4096, 4096, "NN", (64, 64), 2),
         (64, 14336, 4096, "NT", (64, 128), 1),
         (48, 28672, 4096, "NN", None, 1),
@@ -134,7 +140,10 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared):
         (768, 512, 1024, "NT", (64, 64), 1),
         (640, 512, 896, "TT", None, 1),
         (512, 512, 256, "NN", None, 1),
-        (1000, 500, 700, "NN", None, 1),  # rows do not begin at 128 bytes
+        (1000, 504, 704, "NN", None, 1),  # rows do not begin at 128 bytes
+        (1000, 500, 700, "NN", (64, 64), 1),  # nor at 16
+        (300, 300, 300, "NT", (64, 64), 1),
+        (256, 256, 100, "NN", None, 1),
         (1024, 1024, 1024, "NN", (64, 128), 1),
         (1024, 1024, 2048, "TN", (64, 128), 1),  # not (128, 128) in two parts
         (512, 512, 2048, "NN", (64, 64), 2),
@@ -177,9 +186,24 @@ def test_tiles_and_bands_of_large_products(m, n, k, tile, band, monkeypatch):
     assert (choice.tile[:3], choice.band) == (tile, band)
 
 
-def test_of_equally_fast_tiles_the_one_that_fits():
-    """Results of 4096 columns are no multiple of 192."""
-    assert choices.choose(product(4096, 4096, 100), choices.H200).tile[:3] == (128, 128, True)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "layout", "tile", "copies", "in_pieces"),
+    [
+        (4096, 4096, 100, "NN", (128, 256), (0, 0), (True, False)),
+        (4096, 4096, 100, "NT", (128, 256), (0, 0), (True, True)),
+        (4096, 4096, 102, "NN", (128, 256), (0, 0), (True, False)),
+        (4096, 4096, 101, "NN", (128, 128), (1, 0), (False, False)),  # rows are aligned to 2 bytes
+        (500, 500, 500, "NN", (64, 64), (0, 0), (True, True)),
+        (64, 1000, 2050, "NN", (64, 64), (0, 0), (True, False)),
+        (1002, 1002, 1002, "NN", (64, 128), (1, 1), (False, False)),  # pieces of 4 bytes take longer
+        (4100, 4100, 4100, "NN", (128, 128), (1, 1), (False, False)),
+    ],
+)
+def test_operands_in_pieces(m, n, k, layout, tile, copies, in_pieces):
+    """Threads load them where that was measured to take less than a copy does."""
+    choice = choices.choose(product(m, n, k, layout=layout), choices.H200)
+    assert (choice.tile[:2], (choice.lhs_copy, choice.rhs_copy), choice.in_pieces) == (tile, copies, in_pieces)
+    assert str(choice).count("in pieces") == sum(in_pieces)
 
 
 @pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")

@@ -58,7 +58,7 @@ OPERANDS = [
 
 
 def plans(operands: Operands, tile: choices.Tile) -> Iterator[choices.Plan]:
-    """The ways in which a tile can be used: k split, and an operand shared by two blocks."""
+    """The ways in which a tile can be used: k split, an operand shared by two blocks, and operands in pieces."""
     yield choices.Plan(tile)
     if not tile.ping_pong:
         yield choices.Plan(tile, 3, partials=True)
@@ -67,6 +67,10 @@ def plans(operands: Operands, tile: choices.Tile) -> Iterator[choices.Plan]:
         yield from (choices.Plan(tile, splits) for splits in (2, most))
     if operands.lhs == "bfloat16" or (operands.arithmetic == "f8" and tile.rows == 128):
         yield from (choices.Plan(tile, shared=name) for name in choices.SHARED_OPERANDS[1:])
+    if operands.lhs == "bfloat16":
+        yield choices.Plan(tile, in_pieces=(True, True))
+        if tile.parts > 1:
+            yield choices.Plan(tile, 2, in_pieces=(True, True))
 
 
 CONFIGURATIONS = [
@@ -86,9 +90,10 @@ def name_of(part) -> str:
     if isinstance(part, Operands):
         return f"{part.arithmetic} {part.lhs} {part.rhs}"
     split = f" {part.splits} {'partials' if part.partials else 'clusters'}" if part.splits > 1 else ""
-    shared = f" {part.shared} shared" if part.shared else ""
+    shared = f" {part.shared} shared" if part.shared else " in pieces" if any(part.in_pieces) else ""
     if isinstance(part.tile, choices.FewRowsTile):
-        return f"few rows {part.tile.columns} {'NT' if part.tile.rhs_transposed else 'NN'}"
+        layout = "NT" if part.tile.rhs_transposed else "NN"
+        return f"few rows {part.tile.rows}x{part.tile.columns} {layout}"
     return f"{part.tile.rows}x{part.tile.columns}{'pp' if part.tile.ping_pong else ''}{split}{shared}"
 
 
@@ -169,6 +174,10 @@ def fits(case: Case, operands: Operands, plan: choices.Plan) -> bool:
         layout = (side == "T" for side in case.layout)
         product = choices.Product(case.m, case.n, case.k, operands.arithmetic, *layout, triangle=case.triangle)
         return tile.holds(product)
+    if any(plan.in_pieces):
+        product = choices.Product(case.m, case.n, case.k, operands.arithmetic, *(side == "T" for side in case.layout))
+        if not any(choices._pieces(product)):
+            return False
     aligned = case.n * np.dtype(case.result).itemsize % 16 == 0
     rows = (tile.rows >= 64 or case.m <= tile.rows) and not (tile.lhs_along_k and case.layout[0] == "T")
     return (
@@ -198,6 +207,13 @@ def test_layouts(operands, plan, force, rng):
     shapes = [(200, 328, 256), (333, 515, 1027), (1, 8, 96), (64, 1000, 640), (129, 257, 4100)]
     shapes += [(17, 400, 2048), (32, 65, 513)]
     shapes += [(16, 328, 1000), (7, 1032, 4104), (3, 40, 24), (9, 333, 520), (2, 20000, 72)]
+    shapes += [
+        (202, 264, 250),
+        (132, 520, 100),
+        (30, 330, 1002),
+        (20, 136, 516),
+        (29, 1032, 520),
+    ]  # rows aligned to 4 and 8 bytes
     cases = [
         Case(m, n, k, layout, result)
         for (m, n, k), layout, result in itertools.product(shapes, ("NN", "NT", "TN", "TT"), operands.results)
@@ -216,6 +232,8 @@ def test_epilogues(operands, plan, force, rng):
             (30, 264, 512, "NN"),
             (13, 264, 512, "NN"),
             (6, 264, 512, "NT"),
+            (24, 264, 512, "NT"),
+            (30, 264, 300, "NN"),
         )
         for result in operands.results
         for bias, activation, preactivation, scaled in (
@@ -237,7 +255,7 @@ def test_batches(operands, plan, force, rng):
     cases = [
         Case(m, n, k, layout, result, batches, finished, "gelu" if finished else None, False, finished, wide=wide)
         for wide in {False, operands.arithmetic == "f32"}
-        for m, n, k in ((130, 264, 704), (31, 129, 653), (13, 264, 1096))
+        for m, n, k in ((130, 264, 704), (31, 129, 653), (13, 264, 1096), (30, 72, 518), (22, 264, 1096))
         for layout in ("NN", "NT", "TN", "TT")
         for result in operands.results[:1]
         for batches, finished in (((3, 3), False), ((3, 3), True), ((3, 1), False), ((1, 3), True))
@@ -246,13 +264,15 @@ def test_batches(operands, plan, force, rng):
 
 
 @pytest.mark.parametrize(
-    "operands, plan", [c for c in CONFIGURATIONS if not c[1].shared and c[1].tile.rows != 16], ids=name_of
+    "operands, plan",
+    [c for c in CONFIGURATIONS if not c[1].shared and not isinstance(c[1].tile, choices.FewRowsTile)],
+    ids=name_of,
 )
 def test_triangles(operands, plan, force, rng):
     force(plan)
     cases = [
         Case(m, n, k, layout, result, batches, triangle=triangle)
-        for m, n, k in ((300, 328, 704), (700, 264, 328), (31, 264, 520), (520, 64, 1096))
+        for m, n, k in ((300, 328, 704), (700, 264, 328), (31, 264, 520), (520, 64, 1096), (30, 328, 330))
         for layout in ("NN", "NT", "TN", "TT")
         for triangle in ("result", "lhs")
         for result, batches in ((operands.results[0], (5, 5)), (operands.results[-1], ()))
@@ -355,12 +375,13 @@ def test_400_launches_give_the_same_bits(operands, plan, force, rng):
     """A race between the stages of a tile shows in a few launches of hundreds."""
     force(plan)
     small = plan.tile.rows < 64
-    m = plan.tile.rows if small else 1160
+    odd = 2 if any(plan.in_pieces) else 0
+    m = plan.tile.rows if small else 1160 + odd
     layouts = ("NN", "NT") if small or plan.tile.lhs_along_k else ("NN", "TT")
     finished = (False, None, False) if plan.partials else (True, "gelu", True)
     columns = 17000 if isinstance(plan.tile, choices.FewRowsTile) else 1032  # more tiles than blocks run at once
     cases = [
-        Case(m, columns, 1096, layout, result, (), *options, wide=wide)
+        Case(m, columns, 1096 + odd, layout, result, (), *options, wide=wide)
         for wide in {False, operands.arithmetic == "f32"}
         for layout in layouts
         for result in operands.results

@@ -42,6 +42,10 @@ struct Barrier {
   __device__ void ArriveAndExpect(int bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
   }
+  // Once all of this thread's copies (CopyAsync) so far are done.
+  __device__ void ArriveWhenCopied() const {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
+  }
   // For what other blocks of the cluster have stored.
   __device__ void WaitForCluster(uint32_t parity) const {
     asm volatile(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -83,20 +84,22 @@ class Tile(NamedTuple):
 class FewRowsTile(NamedTuple):
     """The part of a result of few rows that a block computes at a time while the weights stream past (few_rows.cuh).
 
-    rhs_transposed: for weights that lie so. rate: bytes of them a microsecond that a multiprocessor loads. resident:
-    blocks of a multiprocessor, where there are more than one for each.
+    rhs_transposed: for weights that lie so. rate: bytes of them a microsecond that a multiprocessor loads. memory: the
+    share of the memory's rate that is left where much else is loaded, or 64 bytes here and there. resident: blocks of a
+    multiprocessor, where there are more than one for each.
     """
 
     rows: int
     columns: int
     rhs_transposed: bool
     rate: float
+    memory: float = 1
     resident: int = 1
     ping_pong: bool = False
 
     def holds(self, product: Product) -> bool:
         """Whether it can compute a product."""
-        few = product.m <= self.rows and not product.lhs_transposed and not product.triangle
+        few = self.rows - 16 < product.m <= self.rows and not product.lhs_transposed and not product.triangle
         alike = product.arithmetic == "16bit" and product.rhs_transposed == self.rhs_transposed
         return few and alike and not any(_copies(product))
 
@@ -165,14 +168,23 @@ TILES = {
 FEW_ROWS_TILES = (
     FewRowsTile(16, 16, True, 50e3),
     FewRowsTile(16, 32, True, 68e3),
-    FewRowsTile(16, 32, False, 68e3),
+    FewRowsTile(16, 32, False, 68e3, memory=0.85),
     FewRowsTile(16, 64, False, 73e3),
     FewRowsTile(16, 128, False, 85e3, resident=2),
+    FewRowsTile(32, 16, True, 37e3, memory=0.85),
+    FewRowsTile(32, 32, True, 54e3, memory=0.92),
+    FewRowsTile(32, 32, False, 50e3, memory=0.85),
 )
 
-#: Bytes a microsecond from memory and from the L2 cache, and the norm of what these and the products take: they hide
-#: each other, but not wholly where they take equally long.
-_MEMORY, _L2, _NORM = 4.2e6, 19e6, 4
+
+def rows_in_calls(tile: Tile | FewRowsTile) -> int:
+    """A tile's rows in the calling convention, by which 16 names the kernel for few rows."""
+    return 16 if isinstance(tile, FewRowsTile) else tile.rows
+
+
+#: Bytes a microsecond from memory, to memory and from the L2 cache, and the norm of what these and the products take:
+#: they hide each other, but not wholly where they take equally long.
+_MEMORY, _WRITTEN, _L2, _NORM = 4.2e6, 3.4e6, 19e6, 4
 #: With a smaller share of the multiprocessors loading, the memory is slower, by its root.
 _BUSY = 0.7
 #: Bytes of a line of the L2 cache, and how much longer it takes to load rows that lie across lines.
@@ -182,8 +194,13 @@ _KERNEL, _FILL = 2.5, 2.0
 #: Microseconds that a cluster needs to sum the parts of a tile, and more for each 64 x 64 sums of a further part.
 _CLUSTER, _CLUSTER_SUMS = 2.4, 0.6
 #: Microseconds that the kernel for few rows needs beside loading the weights; the share of the rate that is left where
-#: it loads 64 bytes here and there, and where rows lie across lines.
-_FEW_ROWS_FILL, _PIECES, _ACROSS = 2.6, 0.85, 0.6
+#: rows lie across lines.
+_FEW_ROWS_FILL, _ACROSS = 2.6, 0.6
+#: Microseconds that a block's threads need to load a piece each; and what shows of it, beside two warpgroups that
+#: multiply a tile together only what is not hidden.
+_PIECE, _SHOWN = 0.029, 0.6
+#: Microseconds that a copy with padded rows takes, beside its bytes a microsecond.
+_COPY, _COPY_RATE = 2.5, 3.8e6
 #: Microseconds that partial results cost, with the kernel that sums them, and bytes of them a microsecond more.
 _PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
 #: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, and others (with a bias or an
@@ -221,6 +238,8 @@ _FEW_ROWS = (
     FewRows((2, 16), (4096, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
     FewRows((2, 16), (1024, 2047), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
     FewRows((2, 16), (2048, 14336), (1024, 14336), (4e6, 7e7), rhs_transposed=(True,)),
+    FewRows((17, 32), (1024, 4095), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
+    FewRows((17, 32), (2048, 4095), (1024, 4096), (4e6, 7e7), rhs_transposed=(False,)),
     FewRows((17, 32), (4096, 14336), (1024, 14336), (4e6, 7e7)),
     FewRows((33, 64), (2048, 14336), (1024, 14336), (4e6, 7e7)),
     FewRows((97, 128), (1024, 11008), (1024, 6144), (1e6, 5e7)),
@@ -244,6 +263,7 @@ class Choice:
     splits: int = 1
     partials: bool = False  # the parts of a split are written and summed by another kernel; else by clusters of blocks
     shared: str | None = None  # one of SHARED_OPERANDS
+    in_pieces: tuple[bool, bool] = (False, False)  # whether threads load lhs and rhs, instead of the copy engine
     promote: int = 0  # k tiles after which sums are promoted; 0: never, or as products in parts do
     lhs_copy: int = 0
     rhs_copy: int = 0
@@ -258,9 +278,11 @@ class Choice:
             parts.append(f"k split in {self.splits} {where}")
         if self.shared:
             parts.append(f"{self.shared} loaded by two blocks for both")
-        for name, copy in (("lhs", self.lhs_copy), ("rhs", self.rhs_copy)):
+        for name, copy, in_pieces in zip(("lhs", "rhs"), (self.lhs_copy, self.rhs_copy), self.in_pieces, strict=True):
             if copy:
                 parts.append(f"{name} copied {('', 'with padded rows', 'transposed')[copy]}")
+            if in_pieces:
+                parts.append(f"{name} loaded in pieces of 4 or 8 bytes")
         return f"{self.kernel} ({', '.join(parts)}): {self.why}"
 
 
@@ -270,7 +292,7 @@ def _columns(product: Product) -> tuple[int, int]:
 
 
 def _copies(product: Product) -> tuple[int, int]:
-    """What is to be copied before the tensor cores' kernel can read it."""
+    """What is to be copied before the copy engine can read it."""
     itemsize = ARITHMETICS[product.arithmetic].itemsize
     found = []
     for columns, along_k in zip(_columns(product), (not product.lhs_transposed, product.rhs_transposed), strict=True):
@@ -279,6 +301,18 @@ def _copies(product: Product) -> tuple[int, int]:
         else:
             found.append(int(itemsize == 4 or columns * itemsize % 16 != 0))
     return found[0], found[1]
+
+
+def _pieces(product: Product) -> tuple[int, int]:
+    """The bytes at a time in which threads can load each operand; 0: not, or it need not be copied for the copy engine.
+
+    Rows must be aligned to 4 bytes; a kernel counts them in 32 bits.
+    """
+    if product.arithmetic != "16bit":
+        return 0, 0
+    of_rows = (next((n for n in (16, 8, 4) if 2 * columns % n == 0), 0) for columns in _columns(product))
+    lhs, rhs = (0 if n == 16 or columns > 1 << 26 else n for n, columns in zip(of_rows, _columns(product), strict=True))
+    return lhs, rhs
 
 
 #: Blocks that run together load the least if their tiles make a square; a narrow result they cover in its whole width.
@@ -297,6 +331,7 @@ class Plan(NamedTuple):
     splits: int = 1
     partials: bool = False
     shared: str | None = None
+    in_pieces: tuple[bool, bool] = (False, False)
 
 
 def _tiles(product: Product, plan: Plan) -> int:
@@ -320,10 +355,9 @@ def _few_rows_microseconds(product: Product, tile: FewRowsTile, device: Device) 
     weights = product.k * tile.columns * 2  # of a tile, in bytes
     together = device.multiprocessors * tile.resident
     rounds, last = divmod(_tiles(product, Plan(tile)), together)
-    memory = _MEMORY * (_PIECES if tile.columns == 32 and not tile.rhs_transposed else 1)
 
     def one(blocks: int) -> float:
-        return max(blocks * weights / memory, weights / tile.rate) if blocks else 0
+        return max(blocks * weights / (_MEMORY * tile.memory), weights / tile.rate) if blocks else 0
 
     time = rounds * one(together) + one(last)
     return _FEW_ROWS_FILL + time / (_ACROSS if "rhs" in _straddling(product) else 1)
@@ -354,8 +388,20 @@ def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) 
     loaded = blocks / splits * sum(loads) * k * itemsize
     written = batches * m * n * (4 * splits if plan.partials else product.result_bytes)
     busy = min(1, blocks / device.multiprocessors)  # the share of the multiprocessors that load
-    overlapping = compute, (read + written) / _MEMORY / min(1, busy / _BUSY) ** 0.5, loaded / _L2 / busy
+    memory = (read / _MEMORY + written / _WRITTEN) / min(1, busy / _BUSY) ** 0.5
+    pieces = sum(  # of each thread
+        waves * depth / arithmetic.depth * size / piece
+        for size, piece, in_pieces in zip((tile.rows, tile.columns), _pieces(product), plan.in_pieces, strict=True)
+        if in_pieces
+    )
+    hidden = tile.rows == 128 and not tile.ping_pong
+    overlapping = compute, memory, loaded / _L2 / busy, pieces * _PIECE * hidden
     time = sum(t**_NORM for t in overlapping) ** (1 / _NORM) + _FILL
+    time += 0 if hidden else pieces * _PIECE * _SHOWN
+    if itemsize == 2:
+        sizes = zip((m * k, k * n), _copies(product), plan.in_pieces, strict=True)
+        copied = [batches * size for size, copy, in_pieces in sizes if copy and not in_pieces]
+        time += _COPY * len(copied) + 2 * sum(copied) * itemsize / _COPY_RATE
     if plan.partials:
         time += _PARTIALS + batches * m * n * 4 * splits / _PARTIALS_RATE
     elif splits > 1:
@@ -373,21 +419,25 @@ def _plans(product: Product, device: Device) -> Iterator[Plan]:
     depth = math.ceil(product.k / arithmetic.depth)
     can_share = not arithmetic.in_parts and not product.triangle
     shared = [None, *(_straddling(product) if can_share else ())]
+    alternatives = itertools.product(*((False, True) if piece else (False,) for piece in _pieces(product)))
+    in_pieces = [which for which in alternatives if any(which)]
     for tile in TILES[product.arithmetic]:
         if (not aligned and not tile.stores_any_rows) or (tile.rows == 32) != few_rows:
             continue
         if tile.lhs_along_k and product.lhs_transposed:
             continue
         yield from (Plan(tile, shared=name) for name in shared)
+        yield from (Plan(tile, in_pieces=which) for which in in_pieces)
         if tile.ping_pong:
             continue
         tiles = _tiles(product, Plan(tile))
         most = max(1, min(depth // 4, device.multiprocessors * tile.resident // tiles))
         for splits in range(2, most + 1):
             room = _CLUSTERED_BLOCKS.get(splits, 0) * tile.resident * device.multiprocessors // H200.multiprocessors
-            yield Plan(tile, splits, partials=True)
-            if splits <= tile.parts and tiles * splits <= room:
-                yield Plan(tile, splits)
+            for which in ((False, False), *in_pieces):
+                yield Plan(tile, splits, partials=True, in_pieces=which)
+                if splits <= tile.parts and tiles * splits <= room:
+                    yield Plan(tile, splits, in_pieces=which)
 
 
 def _best_plan(product: Product, device: Device, finished: bool = False) -> Plan:
@@ -440,6 +490,12 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
             return "a small product of 8-bit floats"
         return None if any(_copies(product)) else "XLA's own dot is ahead where both operands lie along k"
     if unaligned:
+        along_k = k % 8 != 0 and (not product.lhs_transposed or product.rhs_transposed)
+        if along_k and k % 2 == 0 and min(m, n) >= 64:
+            long = k >= 256 and operations >= 5e7
+            return None if long or m * n >= 1 << 24 else "a small product of rows that are not aligned to 16 bytes"
+        if not along_k and not any(x % 2 for x in (*_columns(product), n)) and not activation:
+            return "rows along m or n that are aligned to 4 bytes: XLA's own dot is ahead"
         narrow = min(m, n) <= 128 or (k <= 128 and all(_copies(product)))
         small = "a small or narrow product of rows that are not aligned to 16 bytes"
         return small if operations < 2e9 or narrow else None
@@ -465,15 +521,18 @@ def planned(product: Product, plan: Plan) -> Choice:
     if isinstance(plan.tile, FewRowsTile):
         return Choice("few rows", "the weights stream from memory", plan.tile)
     promote = int(ARITHMETICS[product.arithmetic].promoted)
+    lhs_in_pieces, rhs_in_pieces = (
+        bool(n) and wanted for n, wanted in zip(_pieces(product), plan.in_pieces, strict=True)
+    )
     lhs_copy, rhs_copy = _copies(product)
     return Choice(
         "wgmma",
         "Hopper's tensor cores",
         band=band(product, plan.tile),
-        **plan._asdict(),
+        **plan._replace(in_pieces=(lhs_in_pieces, rhs_in_pieces))._asdict(),
         promote=promote,
-        lhs_copy=lhs_copy,
-        rhs_copy=rhs_copy,
+        lhs_copy=0 if lhs_in_pieces else lhs_copy,
+        rhs_copy=0 if rhs_in_pieces else rhs_copy,
     )
 
 

@@ -313,7 +313,7 @@ class _MatmulKernel(Kernel):
             triangle=np.int32(choices.TRIANGLES.index(spec.triangle)),
             has_scale=spec.scaled,
             has_preactivation=preactivation,
-            tile_rows=np.int32(tile.rows),
+            tile_rows=np.int32(choices.rows_in_calls(tile)),
             tile_columns=np.int32(tile.columns),
             ping_pong=tile.ping_pong,
             band=np.int32(choice.band),

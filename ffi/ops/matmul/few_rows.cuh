@@ -21,26 +21,30 @@
 
 namespace jaxops::matmul {
 
-inline constexpr int kFewRows = 16;
+// Tiles have as many rows; the first names this kernel where a tile is asked for.
+inline constexpr int kFewRows = 16, kMoreRows = 32;
 
 // kResident: blocks of a multiprocessor. A k tile of rhs has 4096 bytes; 2048 of 16 columns, and 8192 of two blocks, of
 // half as many warps. Where its rows lie along n the memory is the faster the more of them are read side by side.
-template <int kColumns_, bool kRhsTransposed_, int kResident_ = 1>
+template <int kRows_, int kColumns_, bool kRhsTransposed_, int kResident_ = 1>
 struct FewRowsTile {
-  static constexpr int kRows = kFewRows, kColumns = kColumns_, kResident = kResident_;
+  static constexpr int kRows = kRows_, kColumns = kColumns_, kResident = kResident_;
   static constexpr bool kRhsTransposed = kRhsTransposed_;
   static constexpr int kDepth = std::min(64, kResident * 2048 / kColumns);  // of a k tile
   static constexpr int kWarps = 8 / kResident, kThreads = kWarps * 32;
-  static constexpr int kStages = kColumns < 32 ? 5 : 4 / kResident;
+  static constexpr int kStages = (kColumns < 32 ? 5 : 4 / kResident) - (kRows > 16);
   static constexpr int kStep = kWarps * kDepth;  // from one k tile of a warp to its next
   static constexpr int kRhsBytes = kColumns * kDepth * 2, kStageBytes = kRhsBytes + kRows * kDepth * 2;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kPitch = kColumns + 4;  // floats; from a row of sums to the second next are 8 banks
-  static constexpr int kSharedBytes = kRingBytes + kWarps * kRows * kPitch * 4;
+  // So many warps' sums are in shared memory at a time; half, to which the others are added, where there is no room.
+  static constexpr int kSummers = kRows > 16 ? kWarps / 2 : kWarps;
+  static constexpr int kSharedBytes = kRingBytes + kSummers * kRows * kPitch * 4;
   static_assert(kResident * (kSharedBytes + 1024) <= 228 << 10);
 };
-using FewRowsTiles = Types<FewRowsTile<16, true>, FewRowsTile<32, true>, FewRowsTile<32, false>, FewRowsTile<64, false>,
-                           FewRowsTile<128, false>, FewRowsTile<128, false, 2>>;
+using FewRowsTiles = Types<FewRowsTile<16, 16, true>, FewRowsTile<16, 32, true>, FewRowsTile<16, 32, false>,
+                           FewRowsTile<16, 64, false>, FewRowsTile<16, 128, false>, FewRowsTile<16, 128, false, 2>,
+                           FewRowsTile<32, 16, true>, FewRowsTile<32, 32, true>, FewRowsTile<32, 32, false>>;
 
 // Lines of kPieces times 16 bytes, in an order of the pieces in which the same ones of 8 lines lie in different banks.
 template <int kPieces>
@@ -162,7 +166,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   using Row = float[Tile::kPitch];
   Row* const sums_of_warps = reinterpret_cast<Row*>(shared + Tile::kRingBytes);
   // Places in a stage of the lane's rows of matrices, as LoadMatrices wants them: of lhs (0, 0), (0, 8), (8, 0), (8, 8)
-  // of (row, k), 8 by 8 each; of rhs (0, 0), (8, 0), (0, 8), (8, 8) of (column, k).
+  // of (row, k), 8 by 8 each, and of the next 16 rows; of rhs (0, 0), (8, 0), (0, 8), (8, 8) of (column, k).
   const int quarter = lane / 8, line = lane % 8;
   const uint32_t lhs_place = LhsLines::Place(quarter / 2 * 8 + line, quarter % 2);
   const uint32_t rhs_place = kRhsTransposed ? RhsLines::Place(quarter % 2 * 8 + line, quarter / 2)
@@ -184,27 +188,38 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
       place = next(place);
 #pragma unroll
       for (int step = 0; step < Tile::kDepth; step += 16) {
-        uint32_t right[4];
-        LoadMatrices<false>(right, lhs + (lhs_place ^ step * 2));
+        uint32_t right[Tile::kRows / 16][4];
+#pragma unroll
+        for (int half = 0; half < Tile::kRows / 16; ++half)
+          LoadMatrices<false>(right[half], lhs + (lhs_place ^ step * 2) + LhsLines::Lines(half * 16));
 #pragma unroll
         for (int block = 0; block < kColumnBlocks; ++block) {
           uint32_t left[4];
           const int down = kRhsTransposed ? block * 16 : step, along = kRhsTransposed ? step : block * 16;
           LoadMatrices<!kRhsTransposed>(left, rhs + (rhs_place ^ along * 2) + RhsLines::Lines(down));
 #pragma unroll
-          for (int row = 0; row < kRowBlocks; ++row) Mma<T>(sums[block][row], left, right[row * 2], right[row * 2 + 1]);
+          for (int row = 0; row < kRowBlocks; ++row)
+            Mma<T>(sums[block][row], left, right[row / 2][row % 2 * 2], right[row / 2][row % 2 * 2 + 1]);
         }
       }
     } while ((k += Tile::kStep) < p.k);
+    const auto for_each_sum = [&](const auto& visit) {
 #pragma unroll
-    for (int block = 0; block < kColumnBlocks; ++block)
+      for (int block = 0; block < kColumnBlocks; ++block)
 #pragma unroll
-      for (int row = 0; row < kRowBlocks; ++row)
+        for (int row = 0; row < kRowBlocks; ++row)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          sums_of_warps[warp * Tile::kRows + row * 8 + lane % 4 * 2 + i % 2][block * 16 + i / 2 * 8 + lane / 4] =
-              sums[block][row][i];
+          for (int i = 0; i < 4; ++i)
+            visit(sums_of_warps[warp % Tile::kSummers * Tile::kRows + row * 8 + lane % 4 * 2 + i % 2]
+                               [block * 16 + i / 2 * 8 + lane / 4],
+                  sums[block][row][i]);
+    };
+    if (warp >= Tile::kWarps - Tile::kSummers) for_each_sum([](float& place, float sum) { place = sum; });
     __syncthreads();
+    if constexpr (Tile::kSummers < Tile::kWarps) {
+      if (warp < Tile::kSummers) for_each_sum([](float& place, float sum) { place += sum; });
+      __syncthreads();
+    }
     const uint32_t batch = tile / columns;
     const int64_t first_column = int64_t{tile - batch * columns} * Tile::kColumns;
     constexpr int kCount = 4, kPacks = Tile::kColumns / kCount;  // adjacent results of a thread; such of a row
@@ -212,7 +227,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
       const int row = pack / kPacks, column = pack % kPacks * kCount;
       float values[kCount] = {};
 #pragma unroll
-      for (int other = 0; other < Tile::kWarps; ++other) {  // in order
+      for (int other = 0; other < Tile::kSummers; ++other) {  // in order
         const float4 add = *reinterpret_cast<const float4*>(&sums_of_warps[other * Tile::kRows + row][column]);
         values[0] += add.x, values[1] += add.y, values[2] += add.z, values[3] += add.w;
       }
@@ -232,17 +247,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 template <class T>
 cudaError_t LaunchFewRows(cudaStream_t stream, const Problem& p, bool wide_out, int tile_columns) {
   const bool aligned = p.k % 8 == 0 && p.rhs_stride() % 8 == 0 && IsAligned(p.lhs) && IsAligned(p.rhs);
-  if (p.lhs_transposed || p.m > kFewRows || !aligned) return cudaErrorNotSupported;
+  if (p.lhs_transposed || p.m > kMoreRows || !aligned) return cudaErrorNotSupported;
   int multiprocessors = 0;
   if (const cudaError_t status = CountMultiprocessors(&multiprocessors); status != cudaSuccess) return status;
   const int64_t columns = (p.n + tile_columns - 1) / tile_columns, tiles = columns * p.batches;
   if (tiles > std::numeric_limits<int32_t>::max()) return cudaErrorNotSupported;
+  const int rows = p.m <= kFewRows ? kFewRows : kMoreRows;
   // Rather two blocks at once than one after the other: then more columns are read side by side.
   const int resident = tile_columns == 128 && tiles > multiprocessors ? 2 : 1;
   return First(
       FewRowsTiles{}, cudaErrorNotSupported,
       [=, &p]<class Tile> {
-        return Tile::kColumns == tile_columns && Tile::kRhsTransposed == p.rhs_transposed &&
+        return Tile::kRows == rows && Tile::kColumns == tile_columns && Tile::kRhsTransposed == p.rhs_transposed &&
                Tile::kResident == resident;
       },
       [=, &p]<class Tile> {

@@ -144,6 +144,10 @@ Error PrepareOperand(Device stream, const MatrixStack& from, bool transposed, Op
                      const std::optional<AnyBuffer>& copy, WgmmaOperand* operand) {
   if (how == OperandCopy::kNone) {
     *operand = {from.data, transposed, from.slices, from.columns};
+    // What rows are aligned to, as the array is to 16 bytes: threads load pieces of 4 or 8, the copy engine of 16.
+    const int64_t row_bytes = from.columns * static_cast<int64_t>(sizeof(T));
+    if (row_bytes % 16 != 0) operand->piece = row_bytes % 8 == 0 ? 8 : 4;
+    if (row_bytes % 4 != 0) return Invalid(kHandler, "rows that are not aligned to 4 bytes need a copy");
     return std::is_same_v<T, float> ? Invalid(kHandler, "f32 operands need a copy") : Error::Success();
   }
   const bool turned = how == OperandCopy::kTransposed;

@@ -22,6 +22,7 @@
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
 #include "ops/matmul/wgmma_parts.cuh"
+#include "ops/matmul/wgmma_pieces.cuh"
 #include "ops/matmul/wgmma_ring.cuh"
 #include "ops/matmul/wgmma_store.cuh"
 #include "ops/matmul/wgmma_work.cuh"
@@ -98,6 +99,36 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
     for (int i = 0; i < Tile::kStages; ++i, place.Advance()) ring.Empty(place.stage).Wait(place.parity);
 }
 
+// The same by all warps of the warpgroup, if an operand comes in pieces; the first has the copy engine load the other.
+template <class Tile, class P>
+__device__ void LoadAllInPieces(const WgmmaArguments& arguments, const Ring<Tile>& ring, int warp) {
+  const WgmmaWorks<Tile, P> works(arguments);
+  RingPlace<Tile> place{0, 1};
+  const int lhs_piece = arguments.lhs_piece, rhs_piece = arguments.rhs_piece;
+  works.ForEach([&](const WgmmaWork& work) {
+    int lhs, rhs;  // operands' matrices
+    arguments.matrices.At(work.batch, &lhs, &rhs);
+#pragma unroll 1
+    for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
+      ring.Empty(place.stage).Wait(place.parity);
+      const Barrier full = ring.Full(place.stage);
+      const uint32_t lhs_tile = ring.Lhs(place.stage), rhs_tile = ring.Rhs(place.stage);
+      if (warp == 0 && hopper::ElectLane()) {
+        full.ArriveAndExpect(arguments.stage_bytes);
+        if (!lhs_piece) LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+        if (!rhs_piece)
+          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
+      }
+      if (lhs_piece)
+        LoadTileInPieces<P::kLhs, Tile::kRows>(lhs_tile, arguments.lhs_pieces, lhs_piece, work.row, k_tile, lhs);
+      if (rhs_piece)
+        LoadTileInPieces<P::kRhs, Tile::kColumns>(rhs_tile, arguments.rhs_pieces, rhs_piece, work.column, k_tile, rhs);
+      full.ArriveWhenCopied();
+      place.Advance();
+    }
+  });
+}
+
 template <bool kSecond, class T>
 __device__ T& Either(T& first, T& second) {
   if constexpr (kSecond) {
@@ -118,6 +149,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
   RingPlace<Tile> place;
   float sums[kBlocks][kColumns / 2];
   float promoted[kBlocks][kColumns / 2];  // not used, hence no registers, without promotion
+  const bool in_pieces = P::kTakesPieces && arguments.in_pieces();
   const bool releases = threadIdx.x % 32 == 0, releases_both = releases && arguments.paired();
   const uint32_t other = hopper::AddressIn(hopper::ClusterRank() ^ arguments.paired(), ring.Empty(0).address);
   const auto release = [&](int stage) {  // without branches: they cost much of a short k tile's time
@@ -147,28 +179,37 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
     int pending = -1;   // the stage of the products that may still be running
     bool fresh = true;  // the sums are to be overwritten
     int since = 0;      // k tiles since the sums were promoted
-    for (int i = 0; i < depth; ++i) {
-      ring.Full(place.stage).Wait(place.parity);
-      BeginProducts<T, V, Tile, P>(ring.Lhs(place.stage) + first_block * kBlockBytes, ring.Rhs(place.stage), sums,
-                                   !fresh);
-      fresh = false;
-      if (pending >= 0) {
-        hopper::WaitProducts<1>();
-        release(pending);
-      }
-      pending = place.stage;
-      place.Advance();
-      if constexpr (P::kPromotes) {
-        if (++since == arguments.promote || i + 1 == depth) {
-          hopper::WaitProducts<0>();
+    const auto multiply = [&]<bool kLoadedByThreads> {
+      for (int i = 0; i < depth; ++i) {
+        ring.Full(place.stage).Wait(place.parity);
+        // The tensor cores read shared memory as the copy engine does.
+        if constexpr (kLoadedByThreads) hopper::FenceSharedForCopies();
+        BeginProducts<T, V, Tile, P>(ring.Lhs(place.stage) + first_block * kBlockBytes, ring.Rhs(place.stage), sums,
+                                     !fresh);
+        fresh = false;
+        if (pending >= 0) {
+          hopper::WaitProducts<1>();
           release(pending);
+        }
+        pending = place.stage;
+        place.Advance();
+        if constexpr (P::kPromotes) {
+          if (++since == arguments.promote || i + 1 == depth) {
+            hopper::WaitProducts<0>();
+            release(pending);
 #pragma unroll
-          for (int block = 0; block < kBlocks; ++block)
+            for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-            for (int j = 0; j < kColumns / 2; ++j) promoted[block][j] += sums[block][j];
-          pending = -1, fresh = true, since = 0;
+              for (int j = 0; j < kColumns / 2; ++j) promoted[block][j] += sums[block][j];
+            pending = -1, fresh = true, since = 0;
+          }
         }
       }
+    };
+    if (in_pieces) {
+      multiply.template operator()<true>();
+    } else {
+      multiply.template operator()<false>();
     }
     if constexpr (Tile::kPingPong) hopper::NamedArrive(kTurn + 1 - warpgroup, 2 * kWarpgroup);
     hopper::WaitProducts<0>();
@@ -199,7 +240,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   const uint32_t bias = ring.barriers + Tile::kBarrierBytes;
   // Multipliers wait until the ring's barriers are ready; the loader does not wait for them, as its code, run for the
   // first time, comes slowly. Barriers 1, 2, 4, 5: SyncTile, turns.
-  constexpr int kReady = 6, kReadyThreads = 32 + Tile::kMultipliers * kWarpgroup;
+  constexpr int kReady = 6;
+  const bool in_pieces = P::kTakesPieces && arguments.in_pieces();
+  const int ready_threads = (in_pieces ? kWarpgroup : 32) + Tile::kMultipliers * kWarpgroup;
   constexpr int kReleases = 4 * (Tile::kPingPong ? 1 : Tile::kMultipliers);  // of a stage: a warp each
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler knows that it is the same for all lanes
   const int warpgroup = warp / 4;
@@ -207,10 +250,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   if (warpgroup == 0) {
     if (warp == 0) {
       if (hopper::ElectLane()) {
-        hopper::Prefetch(arguments.lhs);
-        hopper::Prefetch(arguments.rhs);
+        if (!arguments.lhs_piece) hopper::Prefetch(arguments.lhs);
+        if (!arguments.rhs_piece) hopper::Prefetch(arguments.rhs);
         for (int stage = 0; stage < Tile::kStages; ++stage) {
-          ring.Full(stage).Initialize(1);
+          ring.Full(stage).Initialize(in_pieces ? 1 + kWarpgroup : 1);
           ring.Empty(stage).Initialize(kReleases << arguments.paired());
         }
         if (summed) {
@@ -221,12 +264,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
         hopper::FenceBarriers();
       }
       __syncwarp();
-      hopper::NamedArrive(kReady, kReadyThreads);
+      hopper::NamedArrive(kReady, ready_threads);
+    } else if (in_pieces) {
+      hopper::NamedSync(kReady, ready_threads);
     }
     if (in_cluster) hopper::ClusterArrive();
     if (arguments.paired()) hopper::ClusterWait();  // the other block's barriers are ready
     if constexpr (Tile::kMultipliers == 2) hopper::ReleaseRegisters<kLoaderRegisters>();
-    if (warp == 0) {
+    if (in_pieces) {
+      if constexpr (P::kTakesPieces) LoadAllInPieces<Tile, P>(arguments, ring, warp);
+    } else if (warp == 0) {
       if constexpr (P::kInParts) {
         LoadParts<Tile, P>(arguments, ring);
       } else {
@@ -236,7 +283,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     if (summed) hopper::ClusterWait();  // needs nothing of others; but racecheck hangs if a thread never waits
   } else {
     if (in_cluster) hopper::ClusterArrive();
-    hopper::NamedSync(kReady, kReadyThreads);
+    hopper::NamedSync(kReady, ready_threads);
     if (arguments.paired()) hopper::ClusterWait();
     if constexpr (Tile::kMultipliers == 2) hopper::AcquireRegisters<kMultiplierRegisters>();
     if (arguments.boxes_out && warp == 4 && hopper::ElectLane()) hopper::Prefetch(arguments.out);

@@ -27,6 +27,7 @@ struct WgmmaOperand {
   bool transposed;                // as in Problem
   int64_t slices, stride;         // matrices (of parts: all that are stored); elements from row to row
   const float* scales = nullptr;  // of f32 in parts
+  int piece = 0;                  // bytes that threads load at a time (wgmma_pieces.cuh); 0: the copy engine does
 };
 
 // An operand of which two blocks of a cluster, whose tiles lie side by side, load half of each tile for both: lhs, if

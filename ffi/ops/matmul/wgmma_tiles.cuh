@@ -84,6 +84,15 @@ hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space,
           (along_depth ? tile : static_cast<int>(hopper::kBoxRowBytes / sizeof(T))) >> halves};
 }
 
+// The most elements of a row that threads load: 8 rows are stepped over in 32 bits.
+inline constexpr int64_t kMostPieces = int64_t{1} << 26;
+
+inline OperandInPieces InPieces(const WgmmaOperand& operand, int64_t rows) {
+  const int64_t row_bytes = operand.stride * 2;
+  return {static_cast<const uint8_t*>(operand.data), rows * row_bytes, static_cast<int>(rows),
+          static_cast<int>(row_bytes)};
+}
+
 template <class Tile, class P>
   requires(!Tile::kFewRows || P::kLhs == Major::kDepth)
 cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
@@ -98,6 +107,8 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   const bool paired = plan.shared != SharedOperand::kNone, rhs_shared = plan.shared == SharedOperand::kRhs,
              lhs_shared = plan.shared == SharedOperand::kLhs;
   if (paired && (in_cluster || P::kInParts || p.triangle != Triangle::kNone)) return cudaErrorNotSupported;
+  for (const WgmmaOperand& operand : {plan.lhs, plan.rhs})
+    if (operand.piece && (paired || !P::kTakesPieces || operand.stride > kMostPieces)) return cudaErrorNotSupported;
   const int64_t rows = tiles(p.m, Tile::kRows << rhs_shared), columns = tiles(p.n, Tile::kColumns << lhs_shared);
   const int64_t works = rows * columns * p.batches * plan.splits;
   const int64_t row_packs = tiles(p.n, kPartialCount), packs = p.batches * p.m * row_packs;  // of partial results
@@ -116,7 +127,12 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   const int lhs_rows = P::kLhs == Major::kDepth && !P::kInParts && !lhs_shared
                            ? static_cast<int>(std::min<int64_t>(Tile::kRows, tiles(p.m, kGroup) * kGroup))
                            : Tile::kRows;
-  arguments.stage_bytes = Tile::kStageBytes - (Tile::kRows - lhs_rows) * hopper::kBoxRowBytes;
+  arguments.stage_bytes = (plan.lhs.piece ? 0 : Tile::kParts * lhs_rows * hopper::kBoxRowBytes) +
+                          (plan.rhs.piece ? 0 : Tile::kParts * Tile::kRhsBytes);
+  arguments.lhs_piece = plan.lhs.piece;
+  arguments.rhs_piece = plan.rhs.piece;
+  arguments.lhs_pieces = InPieces(plan.lhs, plan.lhs.transposed ? p.k : p.m);
+  arguments.rhs_pieces = InPieces(plan.rhs, plan.rhs.transposed ? p.n : p.k);
   arguments.rhs_once = rows == 1;
   for (int axis = 0; axis < p.batch.axes; ++axis) arguments.rhs_once &= p.batch.strides[axis].rhs != 0;
   arguments.parts = in_cluster ? plan.splits : 1;
@@ -133,8 +149,10 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
     q.scale = q.bias = q.preactivation = nullptr;
     q.activation = Activation::kNone;
   }
-  cudaError_t status = hopper::Describe(View<T>(plan.lhs, P::kLhs, p.m, p.k, lhs_rows, lhs_shared), &arguments.lhs);
-  if (status == cudaSuccess)
+  cudaError_t status = cudaSuccess;
+  if (!plan.lhs.piece)
+    status = hopper::Describe(View<T>(plan.lhs, P::kLhs, p.m, p.k, lhs_rows, lhs_shared), &arguments.lhs);
+  if (!plan.rhs.piece && status == cudaSuccess)
     status = hopper::Describe(View<V>(plan.rhs, P::kRhs, p.n, p.k, Tile::kColumns, rhs_shared), &arguments.rhs);
   const int out_bytes = wide ? 4 : 2;
   arguments.boxes_out = p.n * out_bytes % 16 == 0 && IsAligned(q.out) && IsAligned(q.preactivation);

@@ -65,6 +65,7 @@ struct Product {
   static constexpr Major kLhs = kLhs_, kRhs = kRhs_;
   static constexpr bool kPromotes = kPromotes_, kInParts = kInParts_;
   static constexpr int kDepth = hopper::kBoxRowBytes / sizeof(T) * (kInParts ? 2 : 1);  // of a k tile
+  static constexpr bool kTakesPieces = sizeof(T) == 2;                                  // operands that threads load
   using Result = WgmmaResult<T>;
 };
 
@@ -121,15 +122,23 @@ struct Raster {
         last_band_rows((rows - 1) % band_rows + 1) {}
 };
 
+// An operand that threads load (wgmma_pieces.cuh): [slices, rows, row_bytes] without gaps.
+struct OperandInPieces {
+  const uint8_t* data;
+  int64_t slice_bytes;
+  int rows, row_bytes;
+};
+
 // What a block needs before its first load comes first and lies together: each part of the arguments is fetched when it
 // is first read, for hundreds of cycles.
 struct WgmmaArguments {
   Raster raster;
   int parts;  // 1, or the splits of k: a cluster's blocks each have a part of a tile
   SharedOperand shared;
-  int stage_bytes;    // that are loaded
-  bool rhs_once;      // each element of it is loaded by one block, once
-  Triangle triangle;  // the problem's; lhs_transposed too
+  int stage_bytes;           // that the copy engine loads
+  int lhs_piece, rhs_piece;  // bytes that rows are aligned to, 4 or 8, of operands that threads load; else 0
+  bool rhs_once;             // each element of it is loaded by one block, once
+  Triangle triangle;         // the problem's; lhs_transposed too
   bool lhs_transposed;
   const int32_t* unfit;  // if not null and not 0: leave, another kernel does it
   MatrixIndices matrices;
@@ -137,10 +146,12 @@ struct WgmmaArguments {
   bool wide_out;                         // results are f32, whatever the operands
   bool boxes_out;                        // results can be stored by the copy engine
   const float *lhs_scales, *rhs_scales;  // of f32 in parts
+  OperandInPieces lhs_pieces, rhs_pieces;
   Problem problem;
   CUtensorMap lhs, rhs, out, preactivation;
 
   __device__ bool paired() const { return shared != SharedOperand::kNone; }
+  __device__ bool in_pieces() const { return lhs_piece || rhs_piece; }
   __device__ bool summed() const { return parts > 1; }
 };
 
@@ -165,7 +176,11 @@ class WgmmaWorks {
     const uint32_t step = in_cluster ? count : gridDim.x >> arguments_.paired();
     const uint32_t part = in_cluster ? hopper::ClusterRank() : 0;
     for (uint32_t index = arguments_.raster.part_count * part + hopper::ClusterIndex(); index < count; index += step) {
-      const WgmmaWork work = At(index);
+      WgmmaWork work = At(index);
+      // The compiler does not see that all lanes go through the same k tiles, and would have a warp give way (YIELD) in
+      // each: 50 cycles.
+      work.first = __shfl_sync(~0u, work.first, 0);
+      work.last = __shfl_sync(~0u, work.last, 0);
       if (in_cluster || !IsLeftOut(work)) visit(work);
     }
   }
