@@ -171,9 +171,9 @@ FEW_ROWS_TILES = (
     FewRowsTile(16, 32, False, 68e3, memory=0.85),
     FewRowsTile(16, 64, False, 73e3),
     FewRowsTile(16, 128, False, 85e3, resident=2),
-    FewRowsTile(32, 16, True, 37e3, memory=0.85),
-    FewRowsTile(32, 32, True, 54e3, memory=0.92),
-    FewRowsTile(32, 32, False, 50e3, memory=0.85),
+    FewRowsTile(32, 16, True, 37e3, memory=0.8),
+    FewRowsTile(32, 32, True, 50e3, memory=0.92),
+    FewRowsTile(32, 32, False, 50e3, memory=0.75),
 )
 
 
