@@ -251,7 +251,7 @@ _FEW_ROWS = (
 class Choice:
     """How a product is computed.
 
-    kernel: "wgmma" (Hopper's tensor cores), "few rows" (up to 16, on Hopper), "general" (a kernel for every GPU) or
+    kernel: "wgmma" (Hopper's tensor cores), "few rows" (up to 32, on Hopper), "general" (a kernel for every GPU) or
     "xla". why: in words. The rest is of wgmma alone, and the tile of few rows too. lhs_copy, rhs_copy: 0 none; 1 with
     padded rows; 2 transposed.
     """

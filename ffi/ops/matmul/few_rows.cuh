@@ -4,7 +4,7 @@
 // A block takes columns of the result, its warps k tiles in turn. Each warp has a ring of its own, which cp.async fills
 // across the block's tiles, and waits for no other until the sums are added. Such a block loads sooner, and ends
 // sooner, than one that fetches what the copy engine is told and sums over a cluster. For the tensor cores the result's
-// columns are rows, 16 at a time, and its rows columns.
+// columns are rows, 16 at a time, and its rows columns, 16 or 32.
 #ifndef JAXOPS_OPS_MATMUL_FEW_ROWS_CUH_
 #define JAXOPS_OPS_MATMUL_FEW_ROWS_CUH_
 

@@ -39,7 +39,8 @@ using WgmmaOperands =
 using GeneralPairs = Types<Pair<__nv_bfloat16, __nv_bfloat16>, Pair<__nv_bfloat16, float>, Pair<__half, __half>,
                            Pair<__half, float>, Pair<float, float>>;
 
-// How an operand of the tensor cores' kernel is copied first. The order is part of the calling convention.
+// How an operand of the tensor cores' kernel is copied first; kNone: the copy engine or threads load it. The order is
+// part of the calling convention.
 enum class OperandCopy : int32_t { kNone, kAsItLies, kTransposed, kCount };
 
 // The attributes that say how the product is computed: jaxops/ops/_matmul_choice.py chooses them.
@@ -144,11 +145,14 @@ Error PrepareOperand(Device stream, const MatrixStack& from, bool transposed, Op
                      const std::optional<AnyBuffer>& copy, WgmmaOperand* operand) {
   if (how == OperandCopy::kNone) {
     *operand = {from.data, transposed, from.slices, from.columns};
-    // What rows are aligned to, as the array is to 16 bytes: threads load pieces of 4 or 8, the copy engine of 16.
+    if (std::is_same_v<T, float>) return Invalid(kHandler, "f32 operands need a copy");
+    // The array is aligned to 16 bytes, its rows to these: the copy engine takes 16, threads load pieces of 4 or 8.
+    constexpr int64_t kLeast = sizeof(T) == 2 ? 4 : 16;
     const int64_t row_bytes = from.columns * static_cast<int64_t>(sizeof(T));
+    if (row_bytes % kLeast != 0)
+      return Invalid(kHandler, "rows that are not aligned to " + std::to_string(kLeast) + " bytes need a copy");
     if (row_bytes % 16 != 0) operand->piece = row_bytes % 8 == 0 ? 8 : 4;
-    if (row_bytes % 4 != 0) return Invalid(kHandler, "rows that are not aligned to 4 bytes need a copy");
-    return std::is_same_v<T, float> ? Invalid(kHandler, "f32 operands need a copy") : Error::Success();
+    return Error::Success();
   }
   const bool turned = how == OperandCopy::kTransposed;
   const int64_t stride = copy->dimensions()[2];
