@@ -491,7 +491,7 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
         return None if any(_copies(product)) else "XLA's own dot is ahead where both operands lie along k"
     if unaligned:
         along_k = k % 8 != 0 and (not product.lhs_transposed or product.rhs_transposed)
-        if along_k and k % 2 == 0 and min(m, n) >= 64:
+        if along_k and k % 2 == 0 and min(m, n) >= 64 and not product.triangle:
             long = k >= 256 and operations >= 5e7
             return None if long or m * n >= 1 << 24 else "a small product of rows that are not aligned to 16 bytes"
         if not along_k and not any(x % 2 for x in (*_columns(product), n)) and not activation:

@@ -64,37 +64,46 @@ __device__ void LoadHalf(uint32_t target, const CUtensorMap& map, Barrier barrie
   }
 }
 
-template <class Tile, class P>
-__device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
+// Calls load(stage, work, k_tile, lhs, rhs) for each k tile of the block's works, in order, as soon as the stage is
+// free; lhs, rhs: the operands' matrices. Where the ring goes on from.
+template <class Tile, class P, class Load>
+__device__ RingPlace<Tile> FillRing(const WgmmaArguments& arguments, const Ring<Tile>& ring, const Load& load) {
   const WgmmaWorks<Tile, P> works(arguments);
   RingPlace<Tile> place{0, 1};
-  const SharedOperand shared = arguments.shared;
-  const bool rhs_once = arguments.rhs_once;
   works.ForEach([&](const WgmmaWork& work) {
-    int lhs, rhs;  // operands' matrices
+    int lhs, rhs;
     arguments.matrices.At(work.batch, &lhs, &rhs);
 #pragma unroll 1
     for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
       ring.Empty(place.stage).Wait(place.parity);
-      if (hopper::ElectLane()) {
-        const Barrier full = ring.Full(place.stage);
-        full.ArriveAndExpect(arguments.stage_bytes);
-        const uint32_t lhs_tile = ring.Lhs(place.stage), rhs_tile = ring.Rhs(place.stage);
-        if (shared == SharedOperand::kLhs) {
-          LoadHalf<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
-        } else {
-          LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
-        }
-        if (shared == SharedOperand::kRhs) {
-          LoadHalf<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
-        } else {
-          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs,
-                                                       rhs_once);
-        }
-      }
+      load(place.stage, work, k_tile, lhs, rhs);
       place.Advance();
     }
   });
+  return place;
+}
+
+template <class Tile, class P>
+__device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
+  const SharedOperand shared = arguments.shared;
+  const bool rhs_once = arguments.rhs_once;
+  const auto load = [&](int stage, const WgmmaWork& work, int k_tile, int lhs, int rhs) {
+    if (!hopper::ElectLane()) return;
+    const Barrier full = ring.Full(stage);
+    full.ArriveAndExpect(arguments.stage_bytes);
+    const uint32_t lhs_tile = ring.Lhs(stage), rhs_tile = ring.Rhs(stage);
+    if (shared == SharedOperand::kLhs) {
+      LoadHalf<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+    } else {
+      LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+    }
+    if (shared == SharedOperand::kRhs) {
+      LoadHalf<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
+    } else {
+      LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs, rhs_once);
+    }
+  };
+  RingPlace<Tile> place = FillRing<Tile, P>(arguments, ring, load);
   // The other block of the pair has received all that this one loads, and arrives here no more.
   if (arguments.paired())
     for (int i = 0; i < Tile::kStages; ++i, place.Advance()) ring.Empty(place.stage).Wait(place.parity);
@@ -103,31 +112,23 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
 // The same by all warps of the warpgroup, if an operand comes in pieces; the first has the copy engine load the other.
 template <class Tile, class P>
 __device__ void LoadAllInPieces(const WgmmaArguments& arguments, const Ring<Tile>& ring, int warp) {
-  const WgmmaWorks<Tile, P> works(arguments);
-  RingPlace<Tile> place{0, 1};
   const int lhs_piece = arguments.lhs_piece, rhs_piece = arguments.rhs_piece;
-  works.ForEach([&](const WgmmaWork& work) {
-    int lhs, rhs;  // operands' matrices
-    arguments.matrices.At(work.batch, &lhs, &rhs);
-#pragma unroll 1
-    for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
-      ring.Empty(place.stage).Wait(place.parity);
-      const Barrier full = ring.Full(place.stage);
-      const uint32_t lhs_tile = ring.Lhs(place.stage), rhs_tile = ring.Rhs(place.stage);
-      if (warp == 0 && hopper::ElectLane()) {
-        full.ArriveAndExpect(arguments.stage_bytes);
-        if (!lhs_piece) LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
-        if (!rhs_piece)
-          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
-      }
-      if (lhs_piece)
-        LoadTileInPieces<P::kLhs, Tile::kRows>(lhs_tile, arguments.lhs_pieces, lhs_piece, work.row, k_tile, lhs);
-      if (rhs_piece)
-        LoadTileInPieces<P::kRhs, Tile::kColumns>(rhs_tile, arguments.rhs_pieces, rhs_piece, work.column, k_tile, rhs);
-      full.ArriveWhenCopied();
-      place.Advance();
+  const auto load = [&](int stage, const WgmmaWork& work, int k_tile, int lhs, int rhs) {
+    const Barrier full = ring.Full(stage);
+    const uint32_t lhs_tile = ring.Lhs(stage), rhs_tile = ring.Rhs(stage);
+    if (warp == 0 && hopper::ElectLane()) {
+      full.ArriveAndExpect(arguments.stage_bytes);
+      if (!lhs_piece) LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+      if (!rhs_piece)
+        LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
     }
-  });
+    if (lhs_piece)
+      LoadTileInPieces<P::kLhs, Tile::kRows>(lhs_tile, arguments.lhs_pieces, lhs_piece, work.row, k_tile, lhs);
+    if (rhs_piece)
+      LoadTileInPieces<P::kRhs, Tile::kColumns>(rhs_tile, arguments.rhs_pieces, rhs_piece, work.column, k_tile, rhs);
+    full.ArriveWhenCopied();
+  };
+  FillRing<Tile, P>(arguments, ring, load);
 }
 
 template <bool kSecond, class T>
