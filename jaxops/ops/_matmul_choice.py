@@ -291,12 +291,15 @@ def _columns(product: Product) -> tuple[int, int]:
     return product.m if product.lhs_transposed else product.k, product.k if product.rhs_transposed else product.n
 
 
-def _copies(product: Product) -> tuple[int, int]:
-    """What is to be copied before the copy engine can read it."""
+def _copies(product: Product, in_pieces: tuple[bool, bool] = (False, False)) -> tuple[int, int]:
+    """What is to be copied before the copy engine can read it, unless threads load it in pieces."""
     itemsize = ARITHMETICS[product.arithmetic].itemsize
     found = []
-    for columns, along_k in zip(_columns(product), (not product.lhs_transposed, product.rhs_transposed), strict=True):
-        if itemsize != 2 and not along_k:
+    along = not product.lhs_transposed, product.rhs_transposed
+    for columns, along_k, by_threads in zip(_columns(product), along, in_pieces, strict=True):
+        if by_threads:
+            found.append(0)
+        elif itemsize != 2 and not along_k:
             found.append(2)
         else:
             found.append(int(itemsize == 4 or columns * itemsize % 16 != 0))
@@ -399,8 +402,8 @@ def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) 
     time = sum(t**_NORM for t in overlapping) ** (1 / _NORM) + _FILL
     time += 0 if hidden else pieces * _PIECE * _SHOWN
     if itemsize == 2:
-        sizes = zip((m * k, k * n), _copies(product), plan.in_pieces, strict=True)
-        copied = [batches * size for size, copy, in_pieces in sizes if copy and not in_pieces]
+        copies = _copies(product, plan.in_pieces)
+        copied = [batches * size for size, copy in zip((m * k, k * n), copies, strict=True) if copy]
         time += _COPY * len(copied) + 2 * sum(copied) * itemsize / _COPY_RATE
     if plan.partials:
         time += _PARTIALS + batches * m * n * 4 * splits / _PARTIALS_RATE
@@ -418,23 +421,22 @@ def _plans(product: Product, device: Device) -> Iterator[Plan]:
     few_rows = product.m <= 32 and not product.lhs_transposed and TILES[product.arithmetic][0].rows == 32
     depth = math.ceil(product.k / arithmetic.depth)
     can_share = not arithmetic.in_parts and not product.triangle
-    shared = [None, *(_straddling(product) if can_share else ())]
-    alternatives = itertools.product(*((False, True) if piece else (False,) for piece in _pieces(product)))
-    in_pieces = [which for which in alternatives if any(which)]
+    shared = _straddling(product) if can_share else []
+    in_pieces = [*itertools.product(*((False, True) if piece else (False,) for piece in _pieces(product)))]
     for tile in TILES[product.arithmetic]:
         if (not aligned and not tile.stores_any_rows) or (tile.rows == 32) != few_rows:
             continue
         if tile.lhs_along_k and product.lhs_transposed:
             continue
-        yield from (Plan(tile, shared=name) for name in shared)
         yield from (Plan(tile, in_pieces=which) for which in in_pieces)
+        yield from (Plan(tile, shared=name) for name in shared)
         if tile.ping_pong:
             continue
         tiles = _tiles(product, Plan(tile))
         most = max(1, min(depth // 4, device.multiprocessors * tile.resident // tiles))
         for splits in range(2, most + 1):
             room = _CLUSTERED_BLOCKS.get(splits, 0) * tile.resident * device.multiprocessors // H200.multiprocessors
-            for which in ((False, False), *in_pieces):
+            for which in in_pieces:
                 yield Plan(tile, splits, partials=True, in_pieces=which)
                 if splits <= tile.parts and tiles * splits <= room:
                     yield Plan(tile, splits, in_pieces=which)
@@ -521,18 +523,16 @@ def planned(product: Product, plan: Plan) -> Choice:
     if isinstance(plan.tile, FewRowsTile):
         return Choice("few rows", "the weights stream from memory", plan.tile)
     promote = int(ARITHMETICS[product.arithmetic].promoted)
-    lhs_in_pieces, rhs_in_pieces = (
-        bool(n) and wanted for n, wanted in zip(_pieces(product), plan.in_pieces, strict=True)
-    )
-    lhs_copy, rhs_copy = _copies(product)
+    in_pieces = tuple(wanted and piece > 0 for wanted, piece in zip(plan.in_pieces, _pieces(product), strict=True))
+    lhs_copy, rhs_copy = _copies(product, in_pieces)
     return Choice(
         "wgmma",
         "Hopper's tensor cores",
         band=band(product, plan.tile),
-        **plan._replace(in_pieces=(lhs_in_pieces, rhs_in_pieces))._asdict(),
+        **plan._replace(in_pieces=in_pieces)._asdict(),
         promote=promote,
-        lhs_copy=0 if lhs_in_pieces else lhs_copy,
-        rhs_copy=0 if rhs_in_pieces else rhs_copy,
+        lhs_copy=lhs_copy,
+        rhs_copy=rhs_copy,
     )
 
 
