@@ -75,10 +75,14 @@ class Tile(NamedTuple):
     ping_pong: bool
     efficiency: float
     band: int = 8  # tile rows that run side by side in a narrow result, see band()
-    stores_any_rows: bool = True  # else only results whose rows are aligned to 16 bytes
     resident: int = 1  # blocks of a multiprocessor
     parts: int = 1  # of a split, at most, that a cluster of blocks can sum: the others' sums fit into a block's memory
     lhs_along_k: bool = False
+
+    @property
+    def stores_any_rows(self) -> bool:
+        """Else only results whose rows are aligned to 16 bytes."""
+        return not self.ping_pong
 
 
 class FewRowsTile(NamedTuple):
@@ -139,7 +143,7 @@ _COMMON_TILES = (
     Tile(64, 256, False, 0.85, lhs_along_k=True),
     Tile(128, 128, False, 0.91, parts=4),
     Tile(128, 128, True, 1.0, band=2),
-    Tile(128, 192, True, 1.02, stores_any_rows=False),
+    Tile(128, 192, True, 1.02),
     Tile(128, 256, False, 1.0),
 )
 _PARTS_TILES = (

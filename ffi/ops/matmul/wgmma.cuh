@@ -64,46 +64,61 @@ __device__ void LoadHalf(uint32_t target, const CUtensorMap& map, Barrier barrie
   }
 }
 
-// Calls load(stage, work, k_tile, lhs, rhs) for each k tile of the block's works, in order, as soon as the stage is
-// free; lhs, rhs: the operands' matrices. Where the ring goes on from.
-template <class Tile, class P, class Load>
-__device__ RingPlace<Tile> FillRing(const WgmmaArguments& arguments, const Ring<Tile>& ring, const Load& load) {
+// Calls visit(work, lhs, rhs, fill) for each of the block's works; lhs, rhs: the operands' matrices. fill(load) calls
+// load(stage, k_tile) for each of the work's k tiles as soon as the stage is free. Where the ring goes on from.
+template <class Tile, class P, class Visit>
+__device__ RingPlace<Tile> FillRing(const WgmmaArguments& arguments, const Ring<Tile>& ring, const Visit& visit) {
   const WgmmaWorks<Tile, P> works(arguments);
   RingPlace<Tile> place{0, 1};
   works.ForEach([&](const WgmmaWork& work) {
     int lhs, rhs;
     arguments.matrices.At(work.batch, &lhs, &rhs);
+    visit(work, lhs, rhs, [&](const auto& load) {
 #pragma unroll 1
-    for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
-      ring.Empty(place.stage).Wait(place.parity);
-      load(place.stage, work, k_tile, lhs, rhs);
-      place.Advance();
-    }
+      for (int k_tile = work.first; k_tile < work.last; ++k_tile) {
+        ring.Empty(place.stage).Wait(place.parity);
+        load(place.stage, k_tile);
+        place.Advance();
+      }
+    });
   });
   return place;
 }
 
 template <class Tile, class P>
 __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
-  const SharedOperand shared = arguments.shared;
-  const bool rhs_once = arguments.rhs_once;
-  const auto load = [&](int stage, const WgmmaWork& work, int k_tile, int lhs, int rhs) {
-    if (!hopper::ElectLane()) return;
-    const Barrier full = ring.Full(stage);
-    full.ArriveAndExpect(arguments.stage_bytes);
-    const uint32_t lhs_tile = ring.Lhs(stage), rhs_tile = ring.Rhs(stage);
-    if (shared == SharedOperand::kLhs) {
-      LoadHalf<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+  const auto visit = [&](const WgmmaWork& work, int lhs, int rhs, const auto& fill) {
+    // A loop for each way: small tiles take hardly longer to multiply than a lane needs to have them loaded.
+    const auto fill_with = [&]<SharedOperand kShared, bool kRhsOnce> {
+      fill([&](int stage, int k_tile) {
+        if (!hopper::ElectLane()) return;
+        const Barrier full = ring.Full(stage);
+        full.ArriveAndExpect(arguments.stage_bytes);
+        const uint32_t lhs_tile = ring.Lhs(stage), rhs_tile = ring.Rhs(stage);
+        if constexpr (kShared == SharedOperand::kLhs) {
+          LoadHalf<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+        } else {
+          LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+        }
+        if constexpr (kShared == SharedOperand::kRhs) {
+          LoadHalf<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
+        } else {
+          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs,
+                                                       kRhsOnce);
+        }
+      });
+    };
+    if (arguments.shared == SharedOperand::kLhs) {
+      fill_with.template operator()<SharedOperand::kLhs, false>();
+    } else if (arguments.shared == SharedOperand::kRhs) {
+      fill_with.template operator()<SharedOperand::kRhs, false>();
+    } else if (arguments.rhs_once) {
+      fill_with.template operator()<SharedOperand::kNone, true>();
     } else {
-      LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
-    }
-    if (shared == SharedOperand::kRhs) {
-      LoadHalf<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
-    } else {
-      LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs, rhs_once);
+      fill_with.template operator()<SharedOperand::kNone, false>();
     }
   };
-  RingPlace<Tile> place = FillRing<Tile, P>(arguments, ring, load);
+  RingPlace<Tile> place = FillRing<Tile, P>(arguments, ring, visit);
   // The other block of the pair has received all that this one loads, and arrives here no more.
   if (arguments.paired())
     for (int i = 0; i < Tile::kStages; ++i, place.Advance()) ring.Empty(place.stage).Wait(place.parity);
@@ -113,22 +128,24 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
 template <class Tile, class P>
 __device__ void LoadAllInPieces(const WgmmaArguments& arguments, const Ring<Tile>& ring, int warp) {
   const int lhs_piece = arguments.lhs_piece, rhs_piece = arguments.rhs_piece;
-  const auto load = [&](int stage, const WgmmaWork& work, int k_tile, int lhs, int rhs) {
-    const Barrier full = ring.Full(stage);
-    const uint32_t lhs_tile = ring.Lhs(stage), rhs_tile = ring.Rhs(stage);
-    if (warp == 0 && hopper::ElectLane()) {
-      full.ArriveAndExpect(arguments.stage_bytes);
-      if (!lhs_piece) LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
-      if (!rhs_piece)
-        LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
-    }
-    if (lhs_piece)
-      LoadTileInPieces<P::kLhs, Tile::kRows>(lhs_tile, arguments.lhs_pieces, lhs_piece, work.row, k_tile, lhs);
-    if (rhs_piece)
-      LoadTileInPieces<P::kRhs, Tile::kColumns>(rhs_tile, arguments.rhs_pieces, rhs_piece, work.column, k_tile, rhs);
-    full.ArriveWhenCopied();
+  const auto visit = [&](const WgmmaWork& work, int lhs, int rhs, const auto& fill) {
+    fill([&](int stage, int k_tile) {
+      const Barrier full = ring.Full(stage);
+      const uint32_t lhs_tile = ring.Lhs(stage), rhs_tile = ring.Rhs(stage);
+      if (warp == 0 && hopper::ElectLane()) {
+        full.ArriveAndExpect(arguments.stage_bytes);
+        if (!lhs_piece) LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+        if (!rhs_piece)
+          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
+      }
+      if (lhs_piece)
+        LoadTileInPieces<P::kLhs, Tile::kRows>(lhs_tile, arguments.lhs_pieces, lhs_piece, work.row, k_tile, lhs);
+      if (rhs_piece)
+        LoadTileInPieces<P::kRhs, Tile::kColumns>(rhs_tile, arguments.rhs_pieces, rhs_piece, work.column, k_tile, rhs);
+      full.ArriveWhenCopied();
+    });
   };
-  FillRing<Tile, P>(arguments, ring, load);
+  FillRing<Tile, P>(arguments, ring, visit);
 }
 
 template <bool kSecond, class T>

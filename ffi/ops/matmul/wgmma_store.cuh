@@ -11,6 +11,7 @@
 #include "hopper/barrier.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "ops/matmul/epilogue.cuh"
+#include "ops/matmul/wgmma_rows.cuh"
 #include "ops/matmul/wgmma_work.cuh"
 
 namespace jaxops::matmul {
@@ -117,16 +118,6 @@ class ResultStore {
     if (hopper::ElectLane()) hopper::StoreBox(map, buffer + line * hopper::kBoxRowBytes, column, row + line, slice);
   }
   template <class U>
-  __device__ void HandOut(const CUtensorMap& map, void* out, uint32_t buffer, int row, int column, int slice) const {
-    if (arguments_.boxes_out) {
-      HandOutBox(map, buffer, row, column, slice);
-    } else if constexpr (Tile::kStoresAnyRows) {
-      __syncwarp();
-      StoreRows(static_cast<U*>(out), buffer, row, column, slice);
-    }
-  }
-
-  template <class U>
   __device__ void StoreAs(const Sums& sums, int row, const WgmmaWork& work) {
     const Problem& p = arguments_.problem;
     if (p.bias || p.activation != Activation::kNone || p.preactivation || !arguments_.boxes_out ||
@@ -165,19 +156,24 @@ class ResultStore {
     // Columns of a buffer; of a group of sums, the more the better while there are registers.
     constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U);
     constexpr int kGroup = Tile::kBlocks * Tile::kColumns <= 256 ? kWidth : 16;
-    constexpr int kGroups = Tile::kColumns / kGroup;
+    constexpr int kGroups = Tile::kColumns / kGroup, kCount = Tile::kBlocks * kGroups;
     const Problem& p = arguments_.problem;
+    const bool boxes = !Tile::kStoresAnyRows || arguments_.boxes_out;
+    const bool twice = p.preactivation && !boxes;  // there is room for one of them at a time
     const float scale = Scale(work);
     uint32_t buffer = 0, before = 0;  // of results and preactivations
+    [[maybe_unused]] RowWindows<U> windows;
 #pragma unroll 1
-    for (int index = 0; index < Tile::kBlocks * kGroups; ++index) {
+    for (int step = 0; step < kCount << twice; ++step) {
+      const bool preactivations = twice && step < kCount;  // these alone
+      const int index = step < kCount ? step : step - kCount;
       const int row = first_row + index / kGroups * 64, in_row = index % kGroups * kGroup, in_buffer = in_row % kWidth;
-      if (in_buffer == 0) {
+      if (boxes && in_buffer == 0) {
         buffer = Acquire();
         if (p.preactivation) before = Acquire<1>();
       }
       float z[kGroup / 2];
-      SelectGroup<0, Tile::kBlocks * kGroups>(sums, index, z);
+      SelectGroup<0, kCount>(sums, index, z);
       if (p.scale) {
 #pragma unroll
         for (float& value : z) value *= scale;
@@ -187,13 +183,27 @@ class ResultStore {
       } else if (p.bias) {
         AddBias(z, Bias(work), row, work.column + in_row);
       }
-      if (p.preactivation) Stage<U>(before, in_buffer / 16, z);
-      Activate<kAccuracyFor<U>>(p.activation, z);
-      Stage<U>(buffer, in_buffer / 16, z);
-      if (in_buffer + kGroup < kWidth) continue;
-      const int column = work.column + in_row - in_buffer;
-      HandOut<U>(arguments_.out, p.out, buffer, row, column, work.slice);
-      if (p.preactivation) HandOut<U>(arguments_.preactivation, p.preactivation, before, row, column, work.slice);
+      if (boxes && p.preactivation) Stage<U>(before, in_buffer / 16, z);
+      if (!preactivations) Activate<kAccuracyFor<U>>(p.activation, z);
+      if (boxes) {
+        Stage<U>(buffer, in_buffer / 16, z);
+        if (in_buffer + kGroup < kWidth) continue;
+        const int column = work.column + in_row - in_buffer;
+        HandOutBox(arguments_.out, buffer, row, column, work.slice);
+        if (p.preactivation) HandOutBox(arguments_.preactivation, before, row, column, work.slice);
+      } else if constexpr (Tile::kStoresAnyRows) {
+        const int columns = static_cast<int>(min(p.n - work.column, int64_t{Tile::kColumns}));
+        if (in_row == 0) {
+          const int64_t first = row + warp() * RowWindows<U>::kRows;
+          U* const out = static_cast<U*>(preactivations ? p.preactivation : p.out);
+          windows = RowWindows<U>(staging_ + warp() * RowWindows<U>::kStagingBytes,
+                                  out + (work.slice * p.m + first) * p.n + work.column, p.n,
+                                  static_cast<int>(min(p.m - first, int64_t{RowWindows<U>::kRows})), columns, lane());
+        }
+        const bool last = in_row + kWidth >= columns;
+        windows.Store(in_row / kWidth, z, last, lane());
+        if (last) step += kGroups - 1 - index % kGroups;
+      }
     }
   }
 
@@ -248,37 +258,6 @@ class ResultStore {
   }
   static __device__ uint32_t Place(uint32_t buffer, int line, int piece) {
     return buffer + line * hopper::kBoxRowBytes + (piece ^ line % 8) * 16;
-  }
-
-  // The warp's 16 rows of a buffer, where rows in memory are not aligned to 16 bytes: 4 bytes a lane.
-  template <class U>
-  __device__ void StoreRows(U* out, uint32_t buffer, int first_row, int column, int slice) const {
-    const Problem& p = arguments_.problem;
-    const int lane = this->lane(), left = static_cast<int>(min(p.n - column, int64_t{64}));
-    const int rows = static_cast<int>(min(p.m - first_row - warp() * 16, int64_t{16}));
-    U* to = out + (slice * p.m + first_row + warp() * 16) * p.n + column;
-#pragma unroll 4
-    for (int row = 0; row < rows; ++row, to += p.n) {
-      uint32_t word;
-      asm volatile("ld.shared.u32 %0, [%1];"
-                   : "=r"(word)
-                   : "r"(Place(buffer, warp() * 16 + row, lane / 4) + lane % 4 * 4)
-                   : "memory");
-      if constexpr (sizeof(U) == 4) {
-        if (lane < left) to[lane] = __uint_as_float(word);
-      } else {
-        const uint32_t next = __shfl_down_sync(~0u, word, 1);
-        const int odd = reinterpret_cast<uintptr_t>(to) / 2 % 2;  // then aligned pairs begin with a word's upper half
-        const int at = lane * 2 + odd;
-        if (odd && lane == 0 && left > 0) to[0] = reinterpret_cast<const U&>(word);
-        if (odd) word = word >> 16 | next << 16;
-        if (at + 1 < left && at < 63) {
-          *reinterpret_cast<uint32_t*>(to + at) = word;
-        } else if (at < left) {
-          to[at] = reinterpret_cast<const U&>(word);
-        }
-      }
-    }
   }
 
   const WgmmaArguments& arguments_;

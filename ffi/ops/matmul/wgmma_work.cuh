@@ -37,8 +37,9 @@ struct WgmmaTile {
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
   static constexpr bool kWhole = kRows % 64 == 0, kFewRows = !kWhole || kColumns > 3 * kRows;
   static constexpr int kBlocks = kWhole ? kRows / 64 / (kPingPong ? 1 : kMultipliers) : 1;  // of 64 rows, a warpgroup
-  // With more sums than these in registers there is no room for a store that is not the copy engine's.
-  static constexpr bool kStoresAnyRows = kBlocks * kColumns <= 256;
+  // Else the copy engine stores results: with a whole tile's sums of a warpgroup in registers there is no room for
+  // more.
+  static constexpr bool kStoresAnyRows = !kPingPong;
   static constexpr int kLhsBytes = kRows * hopper::kBoxRowBytes, kRhsBytes = kColumns * hopper::kBoxRowBytes;
   static constexpr int kStageBytes = kParts * (kLhsBytes + kRhsBytes);
   static constexpr int kStagingBuffers = kStaging_;  // of 64 rows by 128 bytes: a warpgroup's results on their way out
