@@ -64,6 +64,18 @@ __device__ void LoadHalf(uint32_t target, const CUtensorMap& map, Barrier barrie
   }
 }
 
+// How the copy engine loads a work's tiles.
+struct TileLoads {
+  const CUtensorMap &lhs, &rhs;
+  int bytes;
+
+  __device__ TileLoads(const WgmmaArguments& arguments, const WgmmaWork& work)
+      : lhs(work.row >= arguments.lhs_edge.first ? arguments.lhs_at_edge : arguments.lhs),
+        rhs(work.column >= arguments.rhs_edge.first ? arguments.rhs_at_edge : arguments.rhs),
+        bytes(arguments.stage_bytes - (work.row >= arguments.lhs_edge.first ? arguments.lhs_edge.bytes : 0) -
+              (work.column >= arguments.rhs_edge.first ? arguments.rhs_edge.bytes : 0)) {}
+};
+
 // Calls visit(work, lhs, rhs, fill) for each of the block's works; lhs, rhs: the operands' matrices. fill(load) calls
 // load(stage, k_tile) for each of the work's k tiles as soon as the stage is free. Where the ring goes on from.
 template <class Tile, class P, class Visit>
@@ -88,23 +100,23 @@ __device__ RingPlace<Tile> FillRing(const WgmmaArguments& arguments, const Ring<
 template <class Tile, class P>
 __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
   const auto visit = [&](const WgmmaWork& work, int lhs, int rhs, const auto& fill) {
+    const TileLoads loads(arguments, work);
     // A loop for each way: small tiles take hardly longer to multiply than a lane needs to have them loaded.
     const auto fill_with = [&]<SharedOperand kShared, bool kRhsOnce> {
       fill([&](int stage, int k_tile) {
         if (!hopper::ElectLane()) return;
         const Barrier full = ring.Full(stage);
-        full.ArriveAndExpect(arguments.stage_bytes);
+        full.ArriveAndExpect(loads.bytes);
         const uint32_t lhs_tile = ring.Lhs(stage), rhs_tile = ring.Rhs(stage);
         if constexpr (kShared == SharedOperand::kLhs) {
-          LoadHalf<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+          LoadHalf<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, loads.lhs, full, work.row, k_tile, lhs);
         } else {
-          LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+          LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, loads.lhs, full, work.row, k_tile, lhs);
         }
         if constexpr (kShared == SharedOperand::kRhs) {
-          LoadHalf<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
+          LoadHalf<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, loads.rhs, full, work.column, k_tile, rhs);
         } else {
-          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs,
-                                                       kRhsOnce);
+          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, loads.rhs, full, work.column, k_tile, rhs, kRhsOnce);
         }
       });
     };
@@ -129,14 +141,15 @@ template <class Tile, class P>
 __device__ void LoadAllInPieces(const WgmmaArguments& arguments, const Ring<Tile>& ring, int warp) {
   const int lhs_piece = arguments.lhs_piece, rhs_piece = arguments.rhs_piece;
   const auto visit = [&](const WgmmaWork& work, int lhs, int rhs, const auto& fill) {
+    const TileLoads loads(arguments, work);
     fill([&](int stage, int k_tile) {
       const Barrier full = ring.Full(stage);
       const uint32_t lhs_tile = ring.Lhs(stage), rhs_tile = ring.Rhs(stage);
       if (warp == 0 && hopper::ElectLane()) {
-        full.ArriveAndExpect(arguments.stage_bytes);
-        if (!lhs_piece) LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, arguments.lhs, full, work.row, k_tile, lhs);
+        full.ArriveAndExpect(loads.bytes);
+        if (!lhs_piece) LoadTile<P::kLhs, Tile::kRows, P::kDepth>(lhs_tile, loads.lhs, full, work.row, k_tile, lhs);
         if (!rhs_piece)
-          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, arguments.rhs, full, work.column, k_tile, rhs);
+          LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(rhs_tile, loads.rhs, full, work.column, k_tile, rhs);
       }
       if (lhs_piece)
         LoadTileInPieces<P::kLhs, Tile::kRows>(lhs_tile, arguments.lhs_pieces, lhs_piece, work.row, k_tile, lhs);
@@ -271,6 +284,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
       if (hopper::ElectLane()) {
         if (!arguments.lhs_piece) hopper::Prefetch(arguments.lhs);
         if (!arguments.rhs_piece) hopper::Prefetch(arguments.rhs);
+        if (arguments.lhs_edge.bytes) hopper::Prefetch(arguments.lhs_at_edge);
+        if (arguments.rhs_edge.bytes) hopper::Prefetch(arguments.rhs_at_edge);
         for (int stage = 0; stage < Tile::kStages; ++stage) {
           ring.Full(stage).Initialize(in_pieces ? 1 + kWarpgroup : 1);
           ring.Empty(stage).Initialize(kReleases << arguments.paired());

@@ -122,13 +122,8 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
       Raster(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns), static_cast<uint32_t>(tiles(p.k, P::kDepth)),
              static_cast<uint32_t>(p.batches), plan.splits, std::max(1, plan.band >> rhs_shared));
   arguments.shared = plan.shared;
-  // Of a tile that reaches beyond all rows only those are loaded that there are: others cost as much, though not read.
-  constexpr int kGroup = 8;  // rows of the swizzle
-  const int lhs_rows = P::kLhs == Major::kDepth && !P::kInParts && !lhs_shared
-                           ? static_cast<int>(std::min<int64_t>(Tile::kRows, tiles(p.m, kGroup) * kGroup))
-                           : Tile::kRows;
-  arguments.stage_bytes = (plan.lhs.piece ? 0 : Tile::kParts * lhs_rows * hopper::kBoxRowBytes) +
-                          (plan.rhs.piece ? 0 : Tile::kParts * Tile::kRhsBytes);
+  arguments.stage_bytes =
+      Tile::kParts * ((plan.lhs.piece ? 0 : Tile::kLhsBytes) + (plan.rhs.piece ? 0 : Tile::kRhsBytes));
   arguments.lhs_piece = plan.lhs.piece;
   arguments.rhs_piece = plan.rhs.piece;
   arguments.lhs_pieces = InPieces(plan.lhs, plan.lhs.transposed ? p.k : p.m);
@@ -151,9 +146,19 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   }
   cudaError_t status = cudaSuccess;
   if (!plan.lhs.piece)
-    status = hopper::Describe(View<T>(plan.lhs, P::kLhs, p.m, p.k, lhs_rows, lhs_shared), &arguments.lhs);
+    status = hopper::Describe(View<T>(plan.lhs, P::kLhs, p.m, p.k, Tile::kRows, lhs_shared), &arguments.lhs);
   if (!plan.rhs.piece && status == cudaSuccess)
     status = hopper::Describe(View<V>(plan.rhs, P::kRhs, p.n, p.k, Tile::kColumns, rhs_shared), &arguments.rhs);
+  const auto describe_edge = [&](WgmmaOperand operand, Major major, int64_t space, int tile, TileEdge* edge,
+                                 CUtensorMap* map) {
+    constexpr int kGroup = 8;  // rows of the swizzle
+    const int rest = static_cast<int>(tiles(space % tile, kGroup)) * kGroup;
+    if (status != cudaSuccess || P::kInParts || operand.piece || major != Major::kDepth || rest % tile == 0) return;
+    *edge = {static_cast<int>(space / tile * tile), (tile - rest) * hopper::kBoxRowBytes};
+    status = hopper::Describe(View<T>(operand, major, space, p.k, rest, false), map);
+  };
+  if (!lhs_shared) describe_edge(plan.lhs, P::kLhs, p.m, Tile::kRows, &arguments.lhs_edge, &arguments.lhs_at_edge);
+  if (!rhs_shared) describe_edge(plan.rhs, P::kRhs, p.n, Tile::kColumns, &arguments.rhs_edge, &arguments.rhs_at_edge);
   const int out_bytes = wide ? 4 : 2;
   arguments.boxes_out = p.n * out_bytes % 16 == 0 && IsAligned(q.out) && IsAligned(q.preactivation);
   if (!arguments.boxes_out && !Tile::kStoresAnyRows) return cudaErrorNotSupported;

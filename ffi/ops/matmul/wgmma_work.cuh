@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "core/types.cuh"
@@ -130,13 +131,21 @@ struct OperandInPieces {
   int rows, row_bytes;
 };
 
+// Where an operand's last tiles begin, if they reach beyond its rows: of these only those are loaded that there are, as
+// others would take longer than they do. bytes: that are not loaded.
+struct TileEdge {
+  int first = std::numeric_limits<int>::max();
+  int bytes = 0;
+};
+
 // What a block needs before its first load comes first and lies together: each part of the arguments is fetched when it
 // is first read, for hundreds of cycles.
 struct WgmmaArguments {
   Raster raster;
   int parts;  // 1, or the splits of k: a cluster's blocks each have a part of a tile
   SharedOperand shared;
-  int stage_bytes;           // that the copy engine loads
+  int stage_bytes;  // that the copy engine loads
+  TileEdge lhs_edge, rhs_edge;
   int lhs_piece, rhs_piece;  // bytes that rows are aligned to, 4 or 8, of operands that threads load; else 0
   bool rhs_once;             // each element of it is loaded by one block, once
   Triangle triangle;         // the problem's; lhs_transposed too
@@ -149,7 +158,7 @@ struct WgmmaArguments {
   const float *lhs_scales, *rhs_scales;  // of f32 in parts
   OperandInPieces lhs_pieces, rhs_pieces;
   Problem problem;
-  CUtensorMap lhs, rhs, out, preactivation;
+  CUtensorMap lhs, rhs, lhs_at_edge, rhs_at_edge, out, preactivation;
 
   __device__ bool paired() const { return shared != SharedOperand::kNone; }
   __device__ bool in_pieces() const { return lhs_piece || rhs_piece; }
