@@ -198,7 +198,7 @@ def tile_calls() -> Iterator[frames.Call]:
         for tile, splits, odd in itertools.product(choices.TILES[name], (1, 2), (False, True)):
             if splits > tile.parts or (odd and not tile.stores_any_rows):
                 continue
-            size = (min(tile.rows, 300) if tile.rows < 64 else 300, 520 - odd, 1000)
+            size = (300, 520 - odd, 1000)
             # 16-bit operands are copied if their rows are not aligned.
             copies = (0, int(odd)) if name == "16bit" else None
             for shared in choices.SHARED_OPERANDS if name == "16bit" and splits == 1 else (None,):

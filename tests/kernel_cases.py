@@ -217,20 +217,19 @@ def matmul_cases() -> Iterator[Case]:
         return Case(lambda _: matmul_call(*args, **options), path=path)
 
     for name, tile in tiles:
-        small = tile.rows < 64
-        m, n = (tile.rows, 300 * tile.columns) if small else (11 * tile.rows - 8, 30 * tile.columns - 8)
+        m, n = 11 * tile.rows - 8, 30 * tile.columns - 8
         for dtypes in operands[name]:
             for transposed in itertools.product((False, True), repeat=2) if name == "16bit" else [(False, False)]:
                 yield fixed(name, tile, dtypes, (m, n, 256), transposed=transposed)
                 if name == "16bit" and tile.stores_any_rows:
-                    size = (30 if small else 298, 518, 250)
-                    yield fixed(name, tile, dtypes, size, transposed=transposed, copies=(0, 0), path="pieces")
+                    yield fixed(
+                        name, tile, dtypes, (298, 518, 250), transposed=transposed, copies=(0, 0), path="pieces"
+                    )
                 if tile.parts > 1:
-                    size = (tile.rows if small else 296, 520, 512)
-                    yield fixed(name, tile, dtypes, size, transposed=transposed, splits=2, path="split")
+                    yield fixed(name, tile, dtypes, (296, 520, 512), transposed=transposed, splits=2, path="split")
             if tile.stores_any_rows:
                 copies = (0, 1) if name == "16bit" else None
-                yield fixed(name, tile, dtypes, (min(m, 300), 519, 512), copies=copies, path="any rows")
+                yield fixed(name, tile, dtypes, (300, 519, 512), copies=copies, path="any rows")
         if tile == choices.TILES[name][0]:
             for dtypes in operands[name]:
                 yield fixed(name, tile, dtypes, (32, 64, 2048), splits=4, partials=True, path="parts")

@@ -177,9 +177,8 @@ def fits(case: Case, operands: Operands, plan: choices.Plan) -> bool:
     if any(plan.in_pieces) and not any(choices._pieces(product)):
         return False
     aligned = case.n * np.dtype(case.result).itemsize % 16 == 0
-    rows = (tile.rows >= 64 or case.m <= tile.rows) and not (tile.lhs_along_k and case.layout[0] == "T")
     return (
-        rows
+        not (tile.lhs_along_k and case.layout[0] == "T")
         and (aligned or plan.partials or tile.stores_any_rows)
         and math.ceil(case.k / choices.ARITHMETICS[operands.arithmetic].depth) >= plan.splits
         and not (plan.shared and case.triangle)
@@ -366,12 +365,12 @@ def test_full_precision_beyond_the_numbers(operands, plan, force, rng):
 def test_400_launches_give_the_same_bits(operands, plan, force, rng):
     """A race between the stages of a tile shows in a few launches of hundreds."""
     force(plan)
-    small = plan.tile.rows < 64
+    small = isinstance(plan.tile, choices.FewRowsTile)
     odd = 2 if any(plan.in_pieces) else 0
     m = plan.tile.rows if small else 1160 + odd
     layouts = ("NN", "NT") if small or plan.tile.lhs_along_k else ("NN", "TT")
     finished = (False, None, False) if plan.partials else (True, "gelu", True)
-    columns = 17000 if isinstance(plan.tile, choices.FewRowsTile) else 1032  # more tiles than blocks run at once
+    columns = 17000 if small else 1032  # more tiles than blocks run at once
     cases = [
         Case(m, columns, 1096 + odd, layout, result, (), *options, wide=wide)
         for wide in {False, operands.arithmetic == "f32"}

@@ -67,7 +67,7 @@ class Product:
 class Tile(NamedTuple):
     """The part of the result that a block computes at a time, and with which share of the tensor cores' peak.
 
-    lhs_along_k: for lhs that is not transposed alone. Less than 64 rows are for products of no more rows.
+    lhs_along_k: for lhs that is not transposed alone.
     """
 
     rows: int
@@ -75,7 +75,6 @@ class Tile(NamedTuple):
     ping_pong: bool
     efficiency: float
     band: int = 8  # tile rows that run side by side in a narrow result, see band()
-    resident: int = 1  # blocks of a multiprocessor
     parts: int = 1  # of a split, at most, that a cluster of blocks can sum: the others' sums fit into a block's memory
     lhs_along_k: bool = False
 
@@ -136,15 +135,14 @@ ARITHMETICS = {
 }
 
 _COMMON_TILES = (
-    Tile(32, 64, False, 0.45, resident=2, parts=6, lhs_along_k=True),
-    Tile(64, 64, False, 0.44, parts=8),
-    Tile(64, 128, False, 0.73, parts=7),
-    Tile(64, 192, False, 0.82),
-    Tile(64, 256, False, 0.85, lhs_along_k=True),
-    Tile(128, 128, False, 0.91, parts=4),
-    Tile(128, 128, True, 1.0, band=2),
-    Tile(128, 192, True, 1.02),
-    Tile(128, 256, False, 1.0),
+    Tile(64, 64, False, 0.73, parts=8),
+    Tile(64, 128, False, 0.77, parts=7),
+    Tile(64, 192, False, 0.85),
+    Tile(64, 256, False, 0.81, lhs_along_k=True),
+    Tile(128, 128, False, 0.83, parts=4),
+    Tile(128, 128, True, 0.96, band=2),
+    Tile(128, 192, True, 0.99),
+    Tile(128, 256, False, 0.97),
 )
 _PARTS_TILES = (
     Tile(64, 128, False, 0.63, parts=7),
@@ -188,15 +186,15 @@ def rows_in_calls(tile: Tile | FewRowsTile) -> int:
 
 #: Bytes a microsecond from memory, to memory and from the L2 cache, and the norm of what these and the products take:
 #: they hide each other, but not wholly where they take equally long.
-_MEMORY, _WRITTEN, _L2, _NORM = 4.2e6, 3.4e6, 19e6, 4
+_MEMORY, _WRITTEN, _L2, _NORM = 4.2e6, 3.4e6, 23e6, 4
 #: With a smaller share of the multiprocessors loading, the memory is slower, by its root.
-_BUSY = 0.7
+_BUSY = 0.4
 #: Bytes of a line of the L2 cache, and how much longer it takes to load rows that lie across lines.
-_LINE, _STRADDLING = 128, 2.9
+_LINE, _STRADDLING = 128, 3.1
 #: Microseconds that a further kernel costs, and that a block needs to begin.
-_KERNEL, _FILL = 2.5, 2.0
+_KERNEL, _FILL = 2.5, 2.2
 #: Microseconds that a cluster needs to sum the parts of a tile, and more for each 64 x 64 sums of a further part.
-_CLUSTER, _CLUSTER_SUMS = 2.4, 0.6
+_CLUSTER, _CLUSTER_SUMS = 2.2, 0.7
 #: Microseconds that the kernel for few rows needs beside loading the weights; the share of the rate that is left where
 #: rows lie across lines.
 _FEW_ROWS_FILL, _ACROSS = 2.6, 0.6
@@ -207,9 +205,9 @@ _PIECE, _SHOWN = 0.029, 0.6
 _COPY, _COPY_RATE = 2.5, 3.8e6
 #: Microseconds that partial results cost, with the kernel that sums them, and bytes of them a microsecond more.
 _PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
-#: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, and others (with a bias or an
-#: activation, or to rows that are not aligned). Tiles in ping-pong hide them behind the next tile.
-_PLAIN_STORE, _STORE = 1.0, 5.0
+#: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, to rows that are aligned to 16
+#: bytes or not, and others, with a bias or an activation. Tiles in ping-pong hide them behind the next tile.
+_PLAIN_STORE, _ROWS_STORE, _STORE = 1.0, 2.6, 5.0
 #: As many blocks of clusters of each size can an H200 hold, one on each multiprocessor.
 _CLUSTERED_BLOCKS = {1: 132, 2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 120}
 
@@ -246,8 +244,7 @@ _FEW_ROWS = (
     FewRows((17, 32), (2048, 4095), (1024, 4096), (4e6, 7e7), rhs_transposed=(False,)),
     FewRows((17, 32), (4096, 14336), (1024, 14336), (4e6, 7e7)),
     FewRows((33, 64), (2048, 14336), (1024, 14336), (4e6, 7e7)),
-    FewRows((97, 128), (1024, 11008), (1024, 6144), (1e6, 5e7)),
-    FewRows((97, 128), (1024, 2048), (6144, 8192), (6e6, 1.7e7)),
+    FewRows((65, 128), (1024, 14336), (1024, 14336), (1e6, 7e7)),
 )
 
 
@@ -382,10 +379,11 @@ def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) 
     depth = math.ceil(math.ceil(k / arithmetic.depth) / splits) * arithmetic.depth
     rate = arithmetic.peak * 1e6 / device.multiprocessors * tile.efficiency
     waves = math.ceil(blocks / device.multiprocessors)
-    plain = not finished and n * product.result_bytes % 16 == 0
-    store = (_PLAIN_STORE if plain else _STORE) * max(tile.rows, 64) * tile.columns / (128 * 256)
+    aligned = n * product.result_bytes % 16 == 0
+    store = _STORE if finished else _PLAIN_STORE if aligned else _ROWS_STORE
+    store *= tile.rows * tile.columns / (128 * 256)
     store *= 2 if tile.ping_pong else waves  # a warpgroup has the whole tile, but only the last one shows
-    compute = waves * (2 * max(tile.rows, 64) * tile.columns * depth / rate) + store
+    compute = waves * (2 * tile.rows * tile.columns * depth / rate) + store
     read = batches * (m * k + k * n) * itemsize
     straddling = _straddling(product)
     loads = [
@@ -412,7 +410,7 @@ def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) 
     if plan.partials:
         time += _PARTIALS + batches * m * n * 4 * splits / _PARTIALS_RATE
     elif splits > 1:
-        sums = (splits - 1) * max(tile.rows, 64) * tile.columns / (64 * 64)
+        sums = (splits - 1) * tile.rows * tile.columns / (64 * 64)
         time += _CLUSTER + _CLUSTER_SUMS * sums
     return time
 
@@ -422,24 +420,21 @@ def _plans(product: Product, device: Device) -> Iterator[Plan]:
     yield from (Plan(tile) for tile in FEW_ROWS_TILES if tile.holds(product))
     arithmetic = ARITHMETICS[product.arithmetic]
     aligned = product.n * product.result_bytes % 16 == 0
-    few_rows = product.m <= 32 and not product.lhs_transposed and TILES[product.arithmetic][0].rows == 32
     depth = math.ceil(product.k / arithmetic.depth)
     can_share = not arithmetic.in_parts and not product.triangle
     shared = _straddling(product) if can_share else []
     in_pieces = [*itertools.product(*((False, True) if piece else (False,) for piece in _pieces(product)))]
     for tile in TILES[product.arithmetic]:
-        if (not aligned and not tile.stores_any_rows) or (tile.rows == 32) != few_rows:
-            continue
-        if tile.lhs_along_k and product.lhs_transposed:
+        if not (aligned or tile.stores_any_rows) or (tile.lhs_along_k and product.lhs_transposed):
             continue
         yield from (Plan(tile, in_pieces=which) for which in in_pieces)
         yield from (Plan(tile, shared=name) for name in shared)
         if tile.ping_pong:
             continue
         tiles = _tiles(product, Plan(tile))
-        most = max(1, min(depth // 4, device.multiprocessors * tile.resident // tiles))
+        most = max(1, min(depth // 4, device.multiprocessors // tiles))
         for splits in range(2, most + 1):
-            room = _CLUSTERED_BLOCKS.get(splits, 0) * tile.resident * device.multiprocessors // H200.multiprocessors
+            room = _CLUSTERED_BLOCKS.get(splits, 0) * device.multiprocessors // H200.multiprocessors
             for which in in_pieces:
                 yield Plan(tile, splits, partials=True, in_pieces=which)
                 if splits <= tile.parts and tiles * splits <= room:
@@ -474,6 +469,18 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
     return held < 0.95 * xla and not_held < 1.2 * xla
 
 
+def _is_one_round(product: Product, device: Device, finished: bool) -> bool:
+    """Whether an aligned product is computed by all blocks at once, each with one small tile."""
+    m, n, k = product.m, product.n, product.k
+    if min(m, n) < 256 or m * n < 1 << 17 or not 384 <= k <= 8192 or (k < 1024 and m * n > 768 * 768):
+        return False
+    if _straddling(product) or (product.lhs_transposed and product.rhs_transposed):
+        return False
+    plan = _best_plan(product, device, finished)
+    small = plan.tile.rows == 64 or (plan.tile.ping_pong and plan.tile.columns == 128 and k <= 2048)
+    return small and not plan.partials and _tiles(product, plan) * plan.splits <= device.multiprocessors
+
+
 def slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
     """Why XLA's dot is chosen, for products where it was measured to be faster (benchmarks/TUNING.md)."""
     m, n, k = product.m, product.n, product.k
@@ -496,21 +503,23 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
             return "a small product of 8-bit floats"
         return None if any(_copies(product)) else "XLA's own dot is ahead where both operands lie along k"
     if unaligned:
+        if not any(_copies(product)):
+            return "only the result's rows are not aligned to 16 bytes: XLA's own dot is ahead by 5 %"
         along_k = k % 8 != 0 and (not product.lhs_transposed or product.rhs_transposed)
+        even = not any(x % 2 for x in (*_columns(product), n))
         if along_k and k % 2 == 0 and min(m, n) >= 64 and not product.triangle:
             long = k >= 256 and operations >= 5e7
             return None if long or m * n >= 1 << 24 else "a small product of rows that are not aligned to 16 bytes"
-        if not along_k and not any(x % 2 for x in (*_columns(product), n)) and not activation:
+        copied_once = not (product.lhs_transposed or product.rhs_transposed) and min(m, n) >= 4096 and k >= 512
+        if not along_k and even and not activation and not copied_once:
             return "rows along m or n that are aligned to 4 bytes: XLA's own dot is ahead"
         narrow = min(m, n) <= 128 or (k <= 128 and all(_copies(product)))
         small = "a small or narrow product of rows that are not aligned to 16 bytes"
         return small if operations < 2e9 or narrow else None
     if any(few_rows.holds(product) for few_rows in _FEW_ROWS):
         return None
-    whole = all(size % 64 == 0 for size in (m, n, k)) and not (product.lhs_transposed and product.rhs_transposed)
-    most = 1 << 20 if k >= 1024 else 768 * 768
-    if whole and not bias and min(m, n) >= 256 and 1 << 17 <= m * n <= most and 384 <= k <= 4096:
-        return None  # at most 144 tiles of 64 x 64, or 128 of 64 x 128: about one for each multiprocessor
+    if (activation or not bias) and _is_one_round(product, device, activation or bias):
+        return None
     if m * n <= 1 << 16 and k >= 1 << 14:
         return None  # k is split
     if n <= 128 and m >= 4096 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):

@@ -261,8 +261,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
 inline constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
 
 template <class Tile, class P>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
-    WgmmaMatmul(const __grid_constant__ WgmmaArguments arguments) {
+__global__ void __launch_bounds__(Tile::kThreads, 1) WgmmaMatmul(const __grid_constant__ WgmmaArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if (arguments.unfit && *arguments.unfit) return;
   extern __shared__ uint8_t shared[];

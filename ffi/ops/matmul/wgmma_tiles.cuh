@@ -100,8 +100,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   using V = typename P::V;
   const bool split = plan.partials != nullptr, wide = split || plan.wide_out;
   const bool in_cluster = plan.splits > 1 && !split;
-  if ((in_cluster && plan.splits > Tile::kMostParts) || (!Tile::kWhole && p.m > Tile::kRows))
-    return cudaErrorNotSupported;
+  if (in_cluster && plan.splits > Tile::kMostParts) return cudaErrorNotSupported;
   const auto tiles = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   const bool paired = plan.shared != SharedOperand::kNone, rhs_shared = plan.shared == SharedOperand::kRhs,
@@ -177,11 +176,10 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   int multiprocessors = 0;
   status = CountMultiprocessors(&multiprocessors);
   if (status != cudaSuccess) return status;
-  status =
-      Launch(stream, WgmmaMatmul<Tile, P>,
-             {(in_cluster ? works : std::min<int64_t>(works, multiprocessors * Tile::kResident >> paired)) << paired,
-              Tile::kThreads, arguments.parts << paired, Tile::kSharedBytes},
-             arguments);
+  status = Launch(stream, WgmmaMatmul<Tile, P>,
+                  {(in_cluster ? works : std::min<int64_t>(works, multiprocessors >> paired)) << paired, Tile::kThreads,
+                   arguments.parts << paired, Tile::kSharedBytes},
+                  arguments);
   if (!split || status != cudaSuccess) return status;
   return Launch(stream, plan.wide_out ? SumPartials<float> : SumPartials<typename P::Result>,
                 {tiles(packs, 32), kPartialWarps * 32}, p, Divisor32(static_cast<uint32_t>(row_packs)),
@@ -204,13 +202,13 @@ cudaError_t LaunchPlanned(Types<Tiles...>, cudaStream_t stream, const Problem& p
   return status;
 }
 
-using WgmmaTiles = Types<WgmmaTile<32, 64, 1, 7, Schedule::kCooperative, 2>, WgmmaTile<64, 64, 1, 12>,
-                         WgmmaTile<64, 128, 1, 8>, WgmmaTile<64, 192, 1, 6>, WgmmaTile<64, 256, 1, 4>,
-                         WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
-                         WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 1, 4>, WgmmaTile<128, 256, 2, 4>>;
+using WgmmaTiles =
+    Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<64, 192, 1, 6>, WgmmaTile<64, 256, 1, 4>,
+          WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
+          WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 4>, WgmmaTile<128, 256, 2, 4>>;
 // Promoted sums take twice the registers, those of operands in parts three times.
 template <int kRows, int kColumns, int kMultipliers, int kStages>
-using PartsTile = WgmmaTile<kRows, kColumns, kMultipliers, kStages, Schedule::kCooperative, 1, 2, 2>;
+using PartsTile = WgmmaTile<kRows, kColumns, kMultipliers, kStages, Schedule::kCooperative, 2, 2>;
 using PartsTiles = Types<PartsTile<64, 128, 1, 4>, PartsTile<128, 128, 2, 3>>;
 using PromotedTiles =
     Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 192, 2, 4>>;

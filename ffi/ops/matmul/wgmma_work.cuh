@@ -25,19 +25,17 @@ using hopper::Major;
 
 enum class Schedule { kCooperative, kPingPong };
 
-// The result's tile of one block, the warpgroups that multiply, and the stages of the ring. Less than 64 rows are for
-// products of no more rows: there is room for these alone; what is multiplied beyond them is never stored. Tiles for
-// few rows are for lhs along k alone. kParts: tiles of each operand in a stage.
+// The result's tile of one block, the warpgroups that multiply, and the stages of the ring. Tiles for few rows are for
+// lhs along k alone. kParts: tiles of each operand in a stage.
 template <int kRows_, int kColumns_, int kMultipliers_, int kStages_, Schedule kSchedule_ = Schedule::kCooperative,
-          int kResident_ = 1, int kStaging_ = 2, int kParts_ = 1>
+          int kStaging_ = 2, int kParts_ = 1>
 struct WgmmaTile {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kMultipliers = kMultipliers_, kStages = kStages_;
   static constexpr int kParts = kParts_;
   static constexpr bool kPingPong = kSchedule_ == Schedule::kPingPong;
-  static constexpr int kResident = kResident_;  // blocks of a multiprocessor
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
-  static constexpr bool kWhole = kRows % 64 == 0, kFewRows = !kWhole || kColumns > 3 * kRows;
-  static constexpr int kBlocks = kWhole ? kRows / 64 / (kPingPong ? 1 : kMultipliers) : 1;  // of 64 rows, a warpgroup
+  static constexpr bool kFewRows = kColumns > 3 * kRows;
+  static constexpr int kBlocks = kRows / 64 / (kPingPong ? 1 : kMultipliers);  // of 64 rows, a warpgroup
   // Else the copy engine stores results: with a whole tile's sums of a warpgroup in registers there is no room for
   // more.
   static constexpr bool kStoresAnyRows = !kPingPong;
@@ -53,8 +51,7 @@ struct WgmmaTile {
   // The most parts of a tile that a cluster may sum: there must be room for the sums of all but one in the ring.
   static constexpr int kMostParts =
       kPingPong || kBlocks * kColumns > 128 ? 1 : std::min(8, 1 + kStages * kStageBytes / kSumBytes);
-  static_assert((kWhole || (kRows % 8 == 0 && kMultipliers == 1)) && kColumns % 64 == 0 &&
-                kResident * (kSharedBytes + 1024) <= 228 << 10);
+  static_assert(kRows % 64 == 0 && kColumns % 64 == 0 && kSharedBytes + 1024 <= 228 << 10);
 };
 
 // What is multiplied, and how. T, V: the operands' types (float: TF32). kPromotes: the tensor cores' sums, which are
