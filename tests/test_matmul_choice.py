@@ -116,7 +116,9 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
         (4095, 4097, 4093, "NT", None),  # copies' rows do not
     ],
 )
-def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared):
+def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, monkeypatch):
+    """Also where the choice is XLA's dot."""
+    monkeypatch.setattr(choices, "slower_than_xla", lambda *_: None)
     choice = choices.choose(product(m, n, k, layout=layout), choices.H200, activation=True)
     assert (choice.kernel, choice.shared) == ("wgmma", shared)
     assert ("two blocks" in str(choice)) == bool(shared)

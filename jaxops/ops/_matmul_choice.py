@@ -524,7 +524,8 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
         return None  # k is split
     if n <= 128 and m >= 4096 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
         return None
-    if activation and min(m, n) >= 256 and k <= 8192 and m * n >= (1 << 22 if k > 1024 else 1 << 18):
+    deepest = 2048 if _straddling(product) else 8192
+    if activation and min(m, n) >= 256 and k <= deepest and m * n >= (1 << 22 if k > 1024 else 1 << 18):
         return None  # two tiles or more for a multiprocessor, or a product so short that its activation takes a third
     if operations >= 5e12 and (activation or not bias):
         return None
