@@ -12,7 +12,7 @@
 // Rows of an operand that do not begin at 128 bytes lie across two lines of the L2 cache each, and the loads of all
 // blocks take twice as long. Then two blocks of adjacent tiles form a cluster and share that operand: each loads half
 // of every tile for both. Rows that are not even aligned to 16 bytes, which the copy engine asks for, are copied first,
-// or loaded by threads (wgmma_pieces.cuh).
+// or loaded by threads (wgmma_pieces.cuh). Results with such rows are stored by warps (wgmma_rows.cuh).
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_CUH_
 

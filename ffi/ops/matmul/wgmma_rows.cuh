@@ -3,7 +3,6 @@
 #define JAXOPS_OPS_MATMUL_WGMMA_ROWS_CUH_
 
 #include <cstdint>
-#include <type_traits>
 
 #include "core/types.cuh"
 #include "core/vector_store.cuh"
