@@ -154,6 +154,8 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
         (80, 4096, 4096, "NN", (64, 64), 1),  # of the second tile of rows, 16 are loaded
         (144, 4096, 4096, "NN", None, 1),
         (320, 4096, 4096, "NN", (64, 192), 1),
+        (1152, 1152, 1152, "NN", (64, 192), 1),
+        (2048, 768, 3072, "NN", None, 1),
         (128, 6144, 4096, "NN", (64, 128), 1),
         (128, 4096, 8192, "NN", (64, 64), 1),
         (384, 384, 384, "NN", (64, 64), 1),

@@ -477,7 +477,10 @@ def _is_one_round(product: Product, device: Device, finished: bool) -> bool:
     if _straddling(product) or (product.lhs_transposed and product.rhs_transposed):
         return False
     plan = _best_plan(product, device, finished)
-    small = plan.tile.rows == 64 or (plan.tile.ping_pong and plan.tile.columns == 128 and k <= 2048)
+    tile = plan.tile
+    single = tile.rows == 64  # one warpgroup multiplies
+    short = k <= 2048 and (single or (tile.ping_pong and tile.columns == 128))
+    small = short or (single and (tile.columns <= 128 or m < 512))
     return small and not plan.partials and _tiles(product, plan) * plan.splits <= device.multiprocessors
 
 
