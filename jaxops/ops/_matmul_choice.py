@@ -480,7 +480,7 @@ def _is_one_round(product: Product, device: Device, finished: bool) -> bool:
     tile = plan.tile
     single = tile.rows == 64  # one warpgroup multiplies
     short = k <= 1280 and (single or (tile.ping_pong and tile.columns == 128))
-    small = short or (single and (tile.columns <= 128 or m < 512))
+    small = short or (single and (tile.columns <= 128 or m < 512 or finished))
     return small and not plan.partials and _tiles(product, plan) * plan.splits <= device.multiprocessors
 
 
