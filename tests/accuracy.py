@@ -317,7 +317,7 @@ Each cell has two numbers, and in brackets the same two of `jax.nn`, `jax.numpy`
 - **gradient**, second: as the second of values, of the gradients' elements.
 
 Of several results, gradients or inputs a figure is the worst. Denormal f32 operands count as zero, as everywhere in
-XLA. f32 products of the default precision are XLA's: TF32 on a GPU. Infinities and NaN are where they belong; "differs"
+XLA. f32 products of the default precision are TF32's on a GPU. Infinities and NaN are where they belong; "differs"
 says that they are not. The squares of what a norm centres must be finite in f32: magnitudes up to 1e18. What was not
 measured is left out or "\N{EN DASH}"; so is a number that was measured in other units.
 """

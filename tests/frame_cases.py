@@ -145,10 +145,10 @@ def matmul_call(
     copies: of lhs and rhs; None: those that the arithmetic needs.
     """
     arithmetic, (m, n, k) = choices.ARITHMETICS[name], size
-    # 8-bit and f32 operands lie along k in a copy.
-    copies = copies or ((0, 0) if name == "16bit" else (1, 2))
+    turned = isinstance(tile, choices.Tile) and tile.turned
+    copies = copies or ((0, 0) if name == "16bit" or turned else (1, 2))  # others lie along k in a copy
     parts, depth = 3 if arithmetic.in_parts else 1, arithmetic.depth
-    shapes = [shape[::-1] if turned else shape for shape, turned in zip(((m, k), (k, n)), transposed, strict=True)]
+    shapes = [shape[::-1] if swapped else shape for shape, swapped in zip(((m, k), (k, n)), transposed, strict=True)]
     results, scales = [frames.Operand((m, n), dtypes[2])], []
     for (rows, columns), how, code in zip(shapes, copies, dtypes, strict=False):
         rows, columns = (columns, rows) if how == 2 else (rows, columns)
@@ -196,7 +196,7 @@ def tile_calls() -> Iterator[frames.Call]:
     }
     for name in choices.ARITHMETICS:
         for tile, splits, odd in itertools.product(choices.TILES[name], (1, 2), (False, True)):
-            if splits > tile.parts or (odd and not tile.stores_any_rows):
+            if splits > tile.parts or (odd and (tile.turned or not tile.stores_any_rows)):
                 continue
             size = (300, 520 - odd, 1000)
             # 16-bit operands are copied if their rows are not aligned.

@@ -227,7 +227,7 @@ def matmul_cases() -> Iterator[Case]:
                     )
                 if tile.parts > 1:
                     yield fixed(name, tile, dtypes, (296, 520, 512), transposed=transposed, splits=2, path="split")
-            if tile.stores_any_rows:
+            if tile.stores_any_rows and not tile.turned:
                 copies = (0, 1) if name == "16bit" else None
                 yield fixed(name, tile, dtypes, (300, 519, 512), copies=copies, path="any rows")
         if tile == choices.TILES[name][0]:

@@ -38,13 +38,16 @@ def test_choices_are_possible(arithmetic, rng):
         assert tile in choices.TILES[arithmetic]
         assert tile.stores_any_rows or n * result_bytes % 16 == 0 or choice.partials
         assert not (tile.lhs_along_k and layout[0] == "T")
+        assert not tile.turned or (layout[1] == "N" and n % 4 == 0 and not choice.rhs_copy)
         assert choice.splits <= tile.parts or choice.partials
         assert choice.shared is None or choice.splits == 1
         itemsize = choices.ARITHMETICS[arithmetic].itemsize
         assert choice.splits <= math.ceil(k / choices.ARITHMETICS[arithmetic].depth)
         columns = k if layout[0] == "N" else m
         aligned_to = 4 if choice.in_pieces[0] else 16
-        assert choice.lhs_copy or (itemsize < 4 and columns * itemsize % aligned_to == 0)
+        assert choice.lhs_copy or columns * itemsize % aligned_to == 0
+        assert choice.lhs_copy or itemsize == 2 or (layout[0] == "N" and arithmetic != "f32")
+        assert choice.rhs_copy or itemsize == 2 or layout[1] == "T" or tile.turned
 
 
 def test_a_choice_depends_on_nothing_but_the_product_and_the_device():

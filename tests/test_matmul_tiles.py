@@ -172,14 +172,13 @@ def fits(case: Case, operands: Operands, plan: choices.Plan) -> bool:
     tile = plan.tile
     layout = (side == "T" for side in case.layout)
     product = choices.Product(case.m, case.n, case.k, operands.arithmetic, *layout, triangle=case.triangle)
-    if isinstance(tile, choices.FewRowsTile):
+    if not tile.holds(product) or isinstance(tile, choices.FewRowsTile):
         return tile.holds(product)
     if any(plan.in_pieces) and not any(choices._pieces(product)):
         return False
     aligned = case.n * np.dtype(case.result).itemsize % 16 == 0
     return (
-        not (tile.lhs_along_k and case.layout[0] == "T")
-        and (aligned or plan.partials or tile.stores_any_rows)
+        (aligned or plan.partials or tile.stores_any_rows)
         and math.ceil(case.k / choices.ARITHMETICS[operands.arithmetic].depth) >= plan.splits
         and not (plan.shared and case.triangle)
     )

@@ -64,6 +64,11 @@ __device__ void WaitProducts() {
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N types       \
                " {" names "}, " a ", " b ", add, 1, 1;\n}"                                                           \
                : __VA_ARGS__ : "l"(lhs), "l"(rhs), "r"(accumulate))
+// lhs from registers: its four registers' names, that of the descriptor of rhs, the flag.
+#define JAXOPS_WGMMA_FROM_REGISTERS(N, names, a0, a1, a2, a3, b, flag, ...)                                          \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32" \
+               " {" names "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", add, 1, 1;\n}"                               \
+               : __VA_ARGS__ : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "l"(rhs), "r"(accumulate))
 #define JAXOPS_WGMMA_WIDTHS(form, type)                                                                              \
   if constexpr (kN == 64) form(64, type, JAXOPS_N1, "%32", "%33", "%34", "%35", "%36", JAXOPS_D32(0));               \
   if constexpr (kN == 128) form(128, type, JAXOPS_N3, "%64", "%65", "%66", "%67", "%68", JAXOPS_D32(0), JAXOPS_D32(32)); \
@@ -95,6 +100,19 @@ __device__ void MultiplyAdd(float (&d)[kN / 2], uint64_t lhs, uint64_t rhs, int 
     }
   }
 }
+
+// The same for TF32 with lhs from registers: element 2 q + h of thread t is that of row t / 32 * 16 + h * 8 + t % 32 /
+// 4 and k = 4 q + t % 4.
+template <int kN>
+__device__ void MultiplyAddFromRegisters(float (&d)[kN / 2], const uint32_t (&lhs)[4], uint64_t rhs, int accumulate) {
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  // clang-format off
+  if constexpr (kN == 64) JAXOPS_WGMMA_FROM_REGISTERS(64, JAXOPS_N1, "%32", "%33", "%34", "%35", "%36", "%37", JAXOPS_D32(0));
+  if constexpr (kN == 128) JAXOPS_WGMMA_FROM_REGISTERS(128, JAXOPS_N3, "%64", "%65", "%66", "%67", "%68", "%69", JAXOPS_D32(0), JAXOPS_D32(32));
+  if constexpr (kN == 192) JAXOPS_WGMMA_FROM_REGISTERS(192, JAXOPS_N5, "%96", "%97", "%98", "%99", "%100", "%101", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64));
+  if constexpr (kN == 256) JAXOPS_WGMMA_FROM_REGISTERS(256, JAXOPS_N7, "%128", "%129", "%130", "%131", "%132", "%133", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64), JAXOPS_D32(96));
+  // clang-format on
+}
 #undef JAXOPS_N0
 #undef JAXOPS_N1
 #undef JAXOPS_N2
@@ -107,6 +125,7 @@ __device__ void MultiplyAdd(float (&d)[kN / 2], uint64_t lhs, uint64_t rhs, int 
 #undef JAXOPS_D32
 #undef JAXOPS_WGMMA_16BIT
 #undef JAXOPS_WGMMA_OTHER
+#undef JAXOPS_WGMMA_FROM_REGISTERS
 #undef JAXOPS_WGMMA_WIDTHS
 
 }  // namespace jaxops::hopper

@@ -67,7 +67,8 @@ class Product:
 class Tile(NamedTuple):
     """The part of the result that a block computes at a time, and with which share of the tensor cores' peak.
 
-    lhs_along_k: for lhs that is not transposed alone.
+    lhs_along_k: for lhs that is not transposed alone. turned: for f32 operands as TF32, rhs as it lies along n, whose
+    transpose is multiplied; other tiles of f32 are for rhs along k.
     """
 
     rows: int
@@ -77,6 +78,11 @@ class Tile(NamedTuple):
     band: int = 8  # tile rows that run side by side in a narrow result, see band()
     parts: int = 1  # of a split, at most, that a cluster of blocks can sum: the others' sums fit into a block's memory
     lhs_along_k: bool = False
+    turned: bool = False
+
+    def holds(self, product: Product) -> bool:
+        """Whether it can compute a product, if its results' rows are aligned."""
+        return not (self.lhs_along_k and product.lhs_transposed) and self.turned == _is_turned(product)
 
     @property
     def stores_any_rows(self) -> bool:
@@ -144,6 +150,13 @@ _COMMON_TILES = (
     Tile(128, 192, True, 0.99),
     Tile(128, 256, False, 0.97),
 )
+_TURNED_TILES = (
+    Tile(64, 64, False, 0.45, parts=8, turned=True),
+    Tile(128, 64, False, 0.64, parts=7, turned=True),
+    Tile(128, 128, False, 0.84, parts=4, turned=True),
+    Tile(192, 128, False, 0.92, turned=True),
+    Tile(256, 128, False, 0.97, turned=True),
+)
 _PARTS_TILES = (
     Tile(64, 128, False, 0.63, parts=7),
     Tile(128, 128, False, 0.84, parts=4),
@@ -161,7 +174,7 @@ _FAST_F8_TILES = (
 )
 TILES = {
     "16bit": _COMMON_TILES,
-    "tf32": _COMMON_TILES,
+    "tf32": _COMMON_TILES + _TURNED_TILES,
     "f32": _PARTS_TILES,
     "f8": _PROMOTED_TILES,
     "f8 fast": _FAST_F8_TILES,
@@ -294,17 +307,24 @@ def _columns(product: Product) -> tuple[int, int]:
 
 def _copies(product: Product, in_pieces: tuple[bool, bool] = (False, False)) -> tuple[int, int]:
     """What is to be copied before the copy engine can read it, unless threads load it in pieces."""
-    itemsize = ARITHMETICS[product.arithmetic].itemsize
+    arithmetic = ARITHMETICS[product.arithmetic]
     found = []
+    # 16-bit operands may lie along either; of f32 as TF32, rhs may, whose transpose is multiplied.
     along = not product.lhs_transposed, product.rhs_transposed
-    for columns, along_k, by_threads in zip(_columns(product), along, in_pieces, strict=True):
-        if by_threads:
+    takes = [either or arithmetic.itemsize == 2 for either in along]
+    takes[1] |= product.arithmetic == "tf32"
+    for columns, along_k, taken, by_threads in zip(_columns(product), along, takes, in_pieces, strict=True):
+        aligned = columns * arithmetic.itemsize % 16 == 0
+        if by_threads or (aligned and taken and not arithmetic.in_parts):
             found.append(0)
-        elif itemsize != 2 and not along_k:
-            found.append(2)
         else:
-            found.append(int(itemsize == 4 or columns * itemsize % 16 != 0))
+            found.append(1 if along_k or arithmetic.itemsize == 2 else 2)
     return found[0], found[1]
+
+
+def _is_turned(product: Product) -> bool:
+    """Whether rhs^T lhs^T is computed, see Tile."""
+    return product.arithmetic == "tf32" and not product.rhs_transposed and not _copies(product)[1]
 
 
 def _pieces(product: Product) -> tuple[int, int]:
@@ -425,7 +445,7 @@ def _plans(product: Product, device: Device) -> Iterator[Plan]:
     shared = _straddling(product) if can_share else []
     in_pieces = [*itertools.product(*((False, True) if piece else (False,) for piece in _pieces(product)))]
     for tile in TILES[product.arithmetic]:
-        if not (aligned or tile.stores_any_rows) or (tile.lhs_along_k and product.lhs_transposed):
+        if not (aligned or tile.stores_any_rows) or not tile.holds(product):
             continue
         yield from (Plan(tile, in_pieces=which) for which in in_pieces)
         yield from (Plan(tile, shared=name) for name in shared)
@@ -484,6 +504,23 @@ def _is_one_round(product: Product, device: Device, finished: bool) -> bool:
     return small and not plan.partials and _tiles(product, plan) * plan.splits <= device.multiprocessors
 
 
+def _tf32_slower_than_xla(product: Product, activation: bool, unaligned: bool) -> str | None:
+    """The same for f32 as TF32."""
+    m, n, k = product.m, product.n, product.k
+    operations = 2 * m * n * k
+    if m < 32 or n < 100 or operations < (1e9 if unaligned else 1e8):
+        return "few rows or columns, or a small product, in TF32"
+    if unaligned:
+        return None
+    if product.lhs_transposed:
+        if product.rhs_transposed or m * n < 1 << 20 or k < 512:
+            return "TF32: lhs would be copied to lie along k, XLA's dot reads it as it lies"
+        return None
+    if activation or (operations < 1e11 and m < 16384):
+        return None
+    return "a large product in TF32: XLA's own dot is as fast"
+
+
 def slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
     """Why XLA's dot is chosen, for products where it was measured to be faster (benchmarks/TUNING.md)."""
     m, n, k = product.m, product.n, product.k
@@ -499,8 +536,7 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
     if product.batches > 1:
         return "batches: XLA's own dot was faster in 16 bits, and nothing else was compared"
     if product.arithmetic == "tf32":
-        # Operands must be rounded, and laid along k, by a copy; XLA's kernels do it on the way.
-        return None if unaligned and operations >= 1e10 else "TF32 operands would have to be copied to be rounded"
+        return _tf32_slower_than_xla(product, activation, unaligned)
     if product.arithmetic != "16bit":
         if operations < 1.5e10:
             return "a small product of 8-bit floats"

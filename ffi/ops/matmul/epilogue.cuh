@@ -11,9 +11,9 @@
 
 namespace jaxops::matmul {
 
-// How exactly activations are computed: to a few units in the last place of an f32, or, for results of 16 bits, with
-// relative errors of about 2^-22 max(1, |log2 of the result|) and no results below 2^-126. See Divide for where both
-// give 0.
+// How exactly activations are computed: to a few units in the last place of an f32, or, for results of 16 bits and of
+// TF32's products, with relative errors of about 2^-22 max(1, |log2 of the result|) and no results below 2^-126. See
+// Divide for where both give 0.
 enum class Accuracy { kFull, kNarrow };
 template <class U>
 inline constexpr Accuracy kAccuracyFor = sizeof(U) == 2 ? Accuracy::kNarrow : Accuracy::kFull;

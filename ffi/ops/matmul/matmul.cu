@@ -145,7 +145,6 @@ Error PrepareOperand(Device stream, const MatrixStack& from, bool transposed, Op
                      const std::optional<AnyBuffer>& copy, WgmmaOperand* operand) {
   if (how == OperandCopy::kNone) {
     *operand = {from.data, transposed, from.slices, from.columns};
-    if (std::is_same_v<T, float>) return Invalid(kHandler, "f32 operands need a copy");
     // The array is aligned to 16 bytes, its rows to these: the copy engine takes 16, threads load pieces of 4 or 8.
     constexpr int64_t kLeast = sizeof(T) == 2 ? 4 : 16;
     const int64_t row_bytes = from.columns * static_cast<int64_t>(sizeof(T));
@@ -158,13 +157,10 @@ Error PrepareOperand(Device stream, const MatrixStack& from, bool transposed, Op
   const int64_t stride = copy->dimensions()[2];
   void* const to = copy->untyped_data();
   cudaError_t status = cudaErrorNotSupported;
-  if constexpr (std::is_same_v<T, float>) {
-    status = turned ? matmul::LaunchRearrange<float, true>(stream, from, to, stride)
-                    : matmul::LaunchRearrange<float, false>(stream, from, to, stride);
-  } else if (!turned) {
+  if (!turned) {
     status = matmul::LaunchPadRows(stream, from, sizeof(T), to, stride);
-  } else if constexpr (sizeof(T) == 1) {
-    status = matmul::LaunchRearrange<uint8_t, true>(stream, from, to, stride);
+  } else if constexpr (sizeof(T) != 2) {
+    status = matmul::LaunchTranspose<std::conditional_t<sizeof(T) == 1, uint8_t, T>>(stream, from, to, stride);
   }
   *operand = {to, transposed != turned, from.slices, stride};
   return FromCuda(kHandler, status);

@@ -1,5 +1,5 @@
 // Copies of matmul's operands in the form that the tensor cores' kernel reads: rows aligned to 16 bytes; along k for
-// operands that are not 16-bit; f32 rounded to TF32, or split in parts for products in full precision.
+// operands that are not 16-bit; f32 split in parts for products in full precision.
 #ifndef JAXOPS_OPS_MATMUL_OPERAND_COPY_CUH_
 #define JAXOPS_OPS_MATMUL_OPERAND_COPY_CUH_
 
@@ -53,47 +53,42 @@ inline cudaError_t LaunchPadRows(cudaStream_t stream, const MatrixStack& from, i
                 static_cast<uint8_t*>(to), stride * element_bytes);
 }
 
-// The nearest TF32: the tensor cores themselves would cut the low bits off.
-__device__ inline float Round(float x) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
-  return __uint_as_float(rounded);
-}
-__device__ inline uint8_t Round(uint8_t x) { return x; }
-
 // Copies go through shared memory, a tile of 64 x 64 elements at a time.
 inline constexpr int kCopySize = 64;
 template <class T>
 using CopyTile = T[kCopySize][kCopySize + (sizeof(T) == 4 ? 1 : 4)];
 
-// Transposed on the way if kTransposed; rounded to TF32 if f32. Rows of the result are `stride` elements apart.
-template <class T, bool kTransposed>
-__global__ void __launch_bounds__(kCopyThreads) RearrangeOperand(const MatrixStack from, T* to, int64_t stride) {
+// Rows of the result are `stride` elements apart.
+template <class T>
+__global__ void __launch_bounds__(kCopyThreads) TransposeOperand(const MatrixStack from, T* to, int64_t stride) {
   constexpr int kLines = kCopyThreads / kCopySize;
   __shared__ CopyTile<T> tile;
   const int64_t across = (from.columns + kCopySize - 1) / kCopySize, down = (from.rows + kCopySize - 1) / kCopySize;
   const int64_t slice = blockIdx.x / (across * down), block = blockIdx.x - slice * across * down;
   const int64_t row0 = block / across * kCopySize, column0 = block % across * kCopySize;
-  const int64_t out_rows = kTransposed ? from.columns : from.rows;
   const T* const source = static_cast<const T*>(from.data) + slice * from.rows * from.columns;
   const int x = threadIdx.x % kCopySize, y = threadIdx.x / kCopySize;
+  T values[kCopySize / kLines];  // all reads before the first write, which would wait for its own
 #pragma unroll
-  for (int line = y; line < kCopySize; line += kLines)
-    if (row0 + line < from.rows && column0 + x < from.columns)
-      tile[line][x] = source[(row0 + line) * from.columns + column0 + x];
+  for (int i = 0; i < kCopySize / kLines; ++i) {
+    const int64_t row = row0 + y + i * kLines;
+    values[i] = row < from.rows && column0 + x < from.columns ? source[row * from.columns + column0 + x] : T{};
+  }
+#pragma unroll
+  for (int i = 0; i < kCopySize / kLines; ++i) tile[y + i * kLines][x] = values[i];
   __syncthreads();
 #pragma unroll
-  for (int line = y; line < kCopySize; line += kLines) {
-    const int64_t row = (kTransposed ? column0 : row0) + line, column = (kTransposed ? row0 : column0) + x;
-    if (row < out_rows && column < (kTransposed ? from.rows : from.columns))
-      to[(slice * out_rows + row) * stride + column] = Round(kTransposed ? tile[x][line] : tile[line][x]);
+  for (int i = 0; i < kCopySize / kLines; ++i) {
+    const int64_t line = column0 + y + i * kLines;
+    if (line < from.columns && row0 + x < from.rows)
+      to[(slice * from.columns + line) * stride + row0 + x] = tile[x][y + i * kLines];
   }
 }
 
-template <class T, bool kTransposed>
-cudaError_t LaunchRearrange(cudaStream_t stream, const MatrixStack& from, void* to, int64_t stride) {
+template <class T>
+cudaError_t LaunchTranspose(cudaStream_t stream, const MatrixStack& from, void* to, int64_t stride) {
   const Grid grid = {(from.rows + 63) / 64 * ((from.columns + 63) / 64) * from.slices, kCopyThreads};
-  return Launch(stream, RearrangeOperand<T, kTransposed>, grid, from, static_cast<T*>(to), stride);
+  return Launch(stream, TransposeOperand<T>, grid, from, static_cast<T*>(to), stride);
 }
 
 // An f32 operand for products in full precision, and where its parts go. x is high + low to within 2^-23 |x|, and each
@@ -125,6 +120,12 @@ inline constexpr int kSplitResident = 1;  // it does not run there; some hold 15
 #endif
 static_assert(kSplitBlock == kCopySize);
 
+// The nearest TF32.
+__device__ inline float Round(float x) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+  return __uint_as_float(rounded);
+}
 __device__ inline float PowerOfTwo(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
 // What the products of a block of the elements `small` to `large` (bits without the sign, which are ordered as the

@@ -26,6 +26,7 @@
 #include "ops/matmul/wgmma_pieces.cuh"
 #include "ops/matmul/wgmma_ring.cuh"
 #include "ops/matmul/wgmma_store.cuh"
+#include "ops/matmul/wgmma_turned.cuh"
 #include "ops/matmul/wgmma_work.cuh"
 
 #if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -42,8 +43,9 @@ __device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrie
     hopper::LoadBox(target, map, barrier, k_tile * kDepth, first, slice, once);
   } else {
 #pragma unroll
-    for (int block = 0; block < kSize / 64; ++block)
-      hopper::LoadBox(target + block * kBlockBytes, map, barrier, first + block * 64, k_tile * kDepth, slice, once);
+    for (int box = 0; box < kSize / kDepth; ++box)  // of kDepth rows of 128 bytes, which hold as many elements
+      hopper::LoadBox(target + box * kDepth * hopper::kBoxRowBytes, map, barrier, first + box * kDepth, k_tile * kDepth,
+                      slice, once);
   }
 }
 
@@ -56,10 +58,10 @@ __device__ void LoadHalf(uint32_t target, const CUtensorMap& map, Barrier barrie
     hopper::LoadBoxForPair(target + half * kHalf * hopper::kBoxRowBytes, map, barrier, k_tile * kDepth,
                            first + half * kHalf, slice);
   } else {
-    target += half * kBlockBytes / 2;
+    target += half * kDepth / 2 * hopper::kBoxRowBytes;
 #pragma unroll
-    for (int block = 0; block < kSize / 64; ++block)
-      hopper::LoadBoxForPair(target + block * kBlockBytes, map, barrier, first + block * 64,
+    for (int box = 0; box < kSize / kDepth; ++box)
+      hopper::LoadBoxForPair(target + box * kDepth * hopper::kBoxRowBytes, map, barrier, first + box * kDepth,
                              k_tile * kDepth + half * kDepth / 2, slice);
   }
 }
@@ -177,7 +179,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
   using V = typename P::V;
   constexpr int kBlocks = Tile::kBlocks, kColumns = Tile::kColumns;
   const WgmmaWorks<Tile, P> works(arguments);
-  ResultStore<Tile, typename P::Result, sizeof(T) == 1> store(arguments, staging, bias, warpgroup);
+  ResultStore<Tile, P> store(arguments, staging, bias, warpgroup);
   RingPlace<Tile> place;
   float sums[kBlocks][kColumns / 2];
   float promoted[kBlocks][kColumns / 2];  // not used, hence no registers, without promotion
@@ -322,6 +324,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WgmmaMatmul(const __grid_co
     if (arguments.boxes_out && warp == 4 && hopper::ElectLane()) hopper::Prefetch(arguments.out);
     if constexpr (P::kInParts) {
       MultiplyParts<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
+    } else if constexpr (P::kTurned) {
+      MultiplyTurned<Tile, P>(arguments, ring, warpgroup - 1);
     } else {
       MultiplyAll<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
     }

@@ -6,10 +6,12 @@ namespace jaxops::matmul {
 // not.
 template <>
 cudaError_t LaunchWgmma<float, float>(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
-  constexpr Major kDepth = Major::kDepth;
-  if (plan.lhs.transposed || !plan.rhs.transposed || plan.promote) return cudaErrorNotSupported;
-  if (!plan.in_parts) return LaunchPlanned<Product<float, float, kDepth, kDepth>>(WgmmaTiles{}, stream, p, plan);
-  return LaunchPlanned<Product<float, float, kDepth, kDepth, false, true>>(PartsTiles{}, stream, p, plan);
+  constexpr Major kDepth = Major::kDepth, kSpace = Major::kSpace;
+  if (plan.lhs.transposed || (plan.in_parts && !plan.rhs.transposed) || plan.promote) return cudaErrorNotSupported;
+  if (plan.in_parts)
+    return LaunchPlanned<Product<float, float, kDepth, kDepth, false, true>>(PartsTiles{}, stream, p, plan);
+  if (plan.rhs.transposed) return LaunchPlanned<Product<float, float, kDepth, kDepth>>(WgmmaTiles{}, stream, p, plan);
+  return LaunchPlanned<Product<float, float, kDepth, kSpace>>(TurnedTiles{}, stream, p, plan);
 }
 
 }  // namespace jaxops::matmul

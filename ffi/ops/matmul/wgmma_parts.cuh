@@ -105,7 +105,7 @@ __device__ void MultiplyParts(const WgmmaArguments& arguments, const Ring<Tile>&
   using Scales = TileScales<Tile>;
   constexpr int kColumns = Tile::kColumns;
   const WgmmaWorks<Tile, P> works(arguments);
-  ResultStore<Tile, typename P::Result, false> store(arguments, staging, bias, warpgroup);
+  ResultStore<Tile, P> store(arguments, staging, bias, warpgroup);
   RingPlace<Tile> place;
   float high[1][kColumns / 2], mixed[1][kColumns / 2], promoted[1][kColumns / 2];
   // Begins the products of a stage. add: to the sums.

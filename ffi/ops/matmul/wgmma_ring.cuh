@@ -65,13 +65,13 @@ __device__ void BeginProducts(uint32_t lhs_tile, uint32_t rhs_tile, float (&sums
 
 // Adds the sums of a tile's other parts, in order, to those of the first; true in its block. The others send them into
 // its ring, once that is free: each block has one work.
-template <class Tile>
+template <class Tile, int kBlocks, int kSums>
 __device__ bool SumCluster(const WgmmaArguments& arguments, const Ring<Tile>& ring, int warpgroup,
-                           float (&sums)[Tile::kBlocks][Tile::kColumns / 2]) {
-  constexpr int kGroups = Tile::kColumns / 8;  // of 4 sums
+                           float (&sums)[kBlocks][kSums]) {
+  constexpr int kGroups = kSums / 4;  // of 4 sums
   const int own_part = static_cast<int>(hopper::ClusterRank());
   const auto place = [&](int part, int block, int group) {
-    const int line = (warpgroup * Tile::kBlocks + block) * kGroups + group;
+    const int line = (warpgroup * kBlocks + block) * kGroups + group;
     return ring.stages + (part - 1) * Tile::kSumBytes + (line * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   };
   hopper::ClusterWait();  // the others run
@@ -80,7 +80,7 @@ __device__ bool SumCluster(const WgmmaArguments& arguments, const Ring<Tile>& ri
     const uint32_t shift = hopper::AddressIn(0, ring.stages) - ring.stages;
     ring.Free().Wait(0);
 #pragma unroll
-    for (int block = 0; block < Tile::kBlocks; ++block)
+    for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         const float* const own = &sums[block][group * 4];
@@ -95,7 +95,7 @@ __device__ bool SumCluster(const WgmmaArguments& arguments, const Ring<Tile>& ri
   ring.Sums().WaitForCluster(0);
   for (int other = 1; other < arguments.parts; ++other) {
 #pragma unroll
-    for (int block = 0; block < Tile::kBlocks; ++block)
+    for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         float* const own = &sums[block][group * 4];

@@ -31,10 +31,10 @@ __device__ void SelectGroup(const float (&sums)[kBlocks][kSums], int index, floa
 }
 
 // A warp's way from sums in registers to results in memory, 16 rows by 128 bytes at a time through shared memory.
-// kFreeScale: scales belong to the short code too.
-template <class Tile, class Result, bool kFreeScale>
+template <class Tile, class P>
 class ResultStore {
  public:
+  using Result = typename P::Result;
   using Sums = float[Tile::kBlocks][Tile::kColumns / 2];  // as in hopper::MultiplyAdd, 64 rows a block
 
   // staging: the warpgroup's; bias: of all that multiply.
@@ -77,6 +77,8 @@ class ResultStore {
   }
 
  private:
+  static constexpr bool kFreeScale = sizeof(typename P::T) == 1;  // scales belong to the short code too
+
   // Read anew at each use: as values that live on they would push sums out of the registers.
   static __device__ int thread() {
     uint32_t thread;
@@ -184,7 +186,7 @@ class ResultStore {
         AddBias(z, Bias(work), row, work.column + in_row);
       }
       if (boxes && p.preactivation) Stage<U>(before, in_buffer / 16, z);
-      if (!preactivations) Activate<kAccuracyFor<U>>(p.activation, z);
+      if (!preactivations) Activate<P::template kAccuracy<U>>(p.activation, z);
       if (boxes) {
         Stage<U>(buffer, in_buffer / 16, z);
         if (in_buffer + kGroup < kWidth) continue;

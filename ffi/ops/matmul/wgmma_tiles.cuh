@@ -72,10 +72,12 @@ inline constexpr CUtensorMapDataType kCopyType<float> = CU_TENSOR_MAP_DATA_TYPE_
 
 template <class T>
 hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space, int64_t depth, int tile, bool halves) {
-  const bool along_depth = major == Major::kDepth;
-  if (operand.scales) depth = operand.stride;  // there are zeros
+  const bool along_depth = major == Major::kDepth, in_parts = operand.scales;
+  if (in_parts) depth = operand.stride;  // there are zeros
+  // The tensor cores would cut off what TF32 does not hold; the copy engine rounds.
+  const bool rounded = std::is_same_v<T, float> && !in_parts;
   return {operand.data,
-          kCopyType<T>,
+          rounded ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : kCopyType<T>,
           sizeof(T),
           along_depth ? depth : space,
           along_depth ? space : depth,
@@ -210,6 +212,10 @@ using WgmmaTiles =
 template <int kRows, int kColumns, int kMultipliers, int kStages>
 using PartsTile = WgmmaTile<kRows, kColumns, kMultipliers, kStages, Schedule::kCooperative, 2, 2>;
 using PartsTiles = Types<PartsTile<64, 128, 1, 4>, PartsTile<128, 128, 2, 3>>;
+template <int kRows, int kColumns, int kStages>
+using TurnedTile = WgmmaTile<kRows, kColumns, kColumns / 64, kStages, Schedule::kCooperative, 0>;
+using TurnedTiles = Types<TurnedTile<64, 64, 12>, TurnedTile<128, 64, 8>, TurnedTile<128, 128, 6>,
+                          TurnedTile<192, 128, 5>, TurnedTile<256, 128, 4>>;
 using PromotedTiles =
     Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 192, 2, 4>>;
 

@@ -13,6 +13,7 @@
 #include "hopper/barrier.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "hopper/wgmma.cuh"
+#include "ops/matmul/epilogue.cuh"
 #include "ops/matmul/problem.h"
 #include "ops/matmul/wgmma_launch.h"
 
@@ -44,13 +45,13 @@ struct WgmmaTile {
   static constexpr int kStagingBuffers = kStaging_;  // of 64 rows by 128 bytes: a warpgroup's results on their way out
   static constexpr int kStagingBytes = kStagingBuffers * kBlockBytes;
   static constexpr int kBarrierBytes = (2 * kStages + 2) * 8;
-  static constexpr int kSumBytes = kMultipliers * kBlocks * 64 * kColumns * 4;
-  static constexpr int kBiasBytes = kColumns * 4 * (kPingPong ? 2 : 1);  // of a tile in work
-  static constexpr int kSharedBytes =                                    // 1024: to align the stages
+  static constexpr int kSumBytes = kRows * kColumns * 4;
+  static constexpr int kSums = kRows * kColumns / kWarpgroup / (kPingPong ? 1 : kMultipliers);  // of a thread
+  static constexpr int kBiasBytes = kColumns * 4 * (kPingPong ? 2 : 1);                         // of a tile in work
+  static constexpr int kSharedBytes =  // 1024: to align the stages
       1024 + kStages * kStageBytes + kMultipliers * kStagingBytes + kBarrierBytes + kBiasBytes;
   // The most parts of a tile that a cluster may sum: there must be room for the sums of all but one in the ring.
-  static constexpr int kMostParts =
-      kPingPong || kBlocks * kColumns > 128 ? 1 : std::min(8, 1 + kStages * kStageBytes / kSumBytes);
+  static constexpr int kMostParts = kPingPong || kSums > 64 ? 1 : std::min(8, 1 + kStages * kStageBytes / kSumBytes);
   static_assert(kRows % 64 == 0 && kColumns % 64 == 0 && kSharedBytes + 1024 <= 228 << 10);
 };
 
@@ -65,7 +66,11 @@ struct Product {
   static constexpr bool kPromotes = kPromotes_, kInParts = kInParts_;
   static constexpr int kDepth = hopper::kBoxRowBytes / sizeof(T) * (kInParts ? 2 : 1);  // of a k tile
   static constexpr bool kTakesPieces = sizeof(T) == 2;                                  // operands that threads load
+  static constexpr bool kTurned = sizeof(T) == 4 && kRhs == Major::kSpace;              // see wgmma_turned.cuh
   using Result = WgmmaResult<T>;
+  // Of the activations of results of type U.
+  template <class U>
+  static constexpr Accuracy kAccuracy = sizeof(T) == 4 && !kInParts ? Accuracy::kNarrow : kAccuracyFor<U>;
 };
 
 // Which matrices of the operands a batch index multiplies.
