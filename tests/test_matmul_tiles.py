@@ -65,7 +65,7 @@ def plans(operands: Operands, tile: choices.Tile) -> Iterator[choices.Plan]:
     if tile.parts > 1:
         most = tile.parts if operands.arithmetic == "16bit" else min(5, tile.parts)  # all that fit, of k tiles enough
         yield from (choices.Plan(tile, splits) for splits in (2, most))
-    if operands.lhs == "bfloat16" or (operands.arithmetic == "f8" and tile.rows == 128):
+    if operands.lhs == "bfloat16" or (operands.arithmetic == "f8" and tile.rows == 128) or tile.turned:
         yield from (choices.Plan(tile, shared=name) for name in choices.SHARED_OPERANDS[1:])
     if operands.lhs == "bfloat16":
         yield choices.Plan(tile, in_pieces=(True, True))
@@ -287,6 +287,26 @@ def test_random_shapes(operands, seed, monkeypatch):
         batches = ((), (), (2, 2), (3, 1))[rng.integers(4)]
         cases.append(Case(m, n, k, str(layout), str(result), batches))
     check(operands, cases, rng)
+
+
+@pytest.mark.parametrize("tile", choices.TILES["tf32"], ids=lambda tile: name_of(choices.Plan(tile)))
+def test_tf32_is_the_nearest(tile, force):
+    """Ties to even, on either side of the product; what overflows is infinite, and no number stays none."""
+    force(choices.Plan(tile))
+    bits = [0x3F800FFF, 0x3F801000, 0x3F801001, 0x3F803000, 0xBF803000, 0x7F7FEFFF, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000]
+    bits = np.array([*bits, 0x007FFFFF, 0x7F800001, 0xFF800001, 0x7FC00000], np.uint32)
+    values = bits.view(np.float32)
+    nearest = ((bits + 0xFFF + (bits >> 13 & 1)) & ~np.uint32(0x1FFF)).view(np.float32)
+    wanted = np.where(np.isnan(values), np.float32(np.nan), nearest)
+    along_k, ones = np.zeros((2, 16, 64), np.float32)  # of one k alone
+    along_k[: len(values), 5], ones[:, 5] = values, 1
+    layout = "NN" if tile.turned else "NT"
+    case = Case(16, 16, 64, layout, "float32")
+    (operands,) = (o for o in OPERANDS if o.arithmetic == "tf32")
+    for lhs, rhs, of in ((along_k, ones, np.s_[: len(values), 0]), (ones, along_k, np.s_[0, : len(values)])):
+        rhs = rhs if layout == "NT" else np.ascontiguousarray(rhs.T)
+        (got,) = jax.jit(functools.partial(case.run, operands))(lhs, rhs)
+        np.testing.assert_array_equal(np.asarray(got)[of], wanted)
 
 
 full_precision_configurations = pytest.mark.parametrize(
