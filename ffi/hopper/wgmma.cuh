@@ -1,4 +1,5 @@
-// Matrix products of a warpgroup (wgmma), both operands in shared memory with the 128-byte swizzle, f32 sums.
+// Matrix products of a warpgroup (wgmma), operands in shared memory with the 128-byte swizzle, lhs of TF32 in registers
+// too; f32 sums.
 #ifndef JAXOPS_HOPPER_WGMMA_CUH_
 #define JAXOPS_HOPPER_WGMMA_CUH_
 

@@ -13,6 +13,9 @@
 // blocks take twice as long. Then two blocks of adjacent tiles form a cluster and share that operand: each loads half
 // of every tile for both. Rows that are not even aligned to 16 bytes, which the copy engine asks for, are copied first,
 // or loaded by threads (wgmma_pieces.cuh). Results with such rows are stored by warps (wgmma_rows.cuh).
+//
+// f32 operands are rounded to TF32 by the copy engine, and rhs along n is multiplied from registers (wgmma_turned.cuh);
+// in full precision they come in parts (wgmma_parts.cuh).
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_CUH_
 
