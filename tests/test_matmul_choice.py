@@ -110,6 +110,28 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
 
 
 @pytest.mark.parametrize(
+    "m, n, k, layout, tile, copies",
+    [
+        (2048, 2048, 2048, "NN", (256, 128), (0, 0)),
+        (2048, 2048, 2048, "NT", (128, 256), (0, 0)),
+        (2048, 2048, 2048, "TN", (256, 128), (2, 0)),  # the gradient of a weight
+        (2048, 2048, 2048, "TT", None, (0, 0)),
+        (1024, 512, 640, "TN", None, (0, 0)),  # the copy takes as long as the product
+        (1024, 1024, 1024, "NN", (128, 64), (0, 0)),
+        (16, 4096, 4096, "NN", None, (0, 0)),
+        (256, 256, 256, "NN", None, (0, 0)),
+        (4096, 4096, 4096, "NN", None, (0, 0)),  # as fast on XLA
+        (4096, 4096, 102, "NN", (256, 128), (1, 0)),
+        (1002, 1002, 1002, "NN", (64, 128), (1, 2)),
+    ],
+)
+def test_tf32_without_copies_of_aligned_operands(m, n, k, layout, tile, copies):
+    """But lhs along m; with the tiles that were measured (benchmarks/TUNING.md)."""
+    choice = choices.choose(product(m, n, k, "tf32", layout, result_bytes=4), choices.H200)
+    assert (choice.tile and choice.tile[:2], (choice.lhs_copy, choice.rhs_copy)) == (tile, copies)
+
+
+@pytest.mark.parametrize(
     "m, n, k, layout, shared",
     [
         (4096, 4096, 4104, "NT", "rhs"),  # both operands' rows lie across lines of the L2 cache

@@ -172,8 +172,10 @@ def fits(case: Case, operands: Operands, plan: choices.Plan) -> bool:
     tile = plan.tile
     layout = (side == "T" for side in case.layout)
     product = choices.Product(case.m, case.n, case.k, operands.arithmetic, *layout, triangle=case.triangle)
-    if not tile.holds(product) or isinstance(tile, choices.FewRowsTile):
-        return tile.holds(product)
+    if not tile.holds(product):
+        return False
+    if isinstance(tile, choices.FewRowsTile):
+        return True
     if any(plan.in_pieces) and not any(choices._pieces(product)):
         return False
     aligned = case.n * np.dtype(case.result).itemsize % 16 == 0

@@ -308,17 +308,14 @@ def _columns(product: Product) -> tuple[int, int]:
 def _copies(product: Product, in_pieces: tuple[bool, bool] = (False, False)) -> tuple[int, int]:
     """What is to be copied before the copy engine can read it, unless threads load it in pieces."""
     arithmetic = ARITHMETICS[product.arithmetic]
+    wide = arithmetic.itemsize != 2
+    # 16-bit operands may lie along either axis, rhs of TF32 too, whose transpose is multiplied; others lie along k.
+    along_k = not product.lhs_transposed, product.rhs_transposed
+    either = not wide, not wide or product.arithmetic == "tf32"
     found = []
-    # 16-bit operands may lie along either; of f32 as TF32, rhs may, whose transpose is multiplied.
-    along = not product.lhs_transposed, product.rhs_transposed
-    takes = [either or arithmetic.itemsize == 2 for either in along]
-    takes[1] |= product.arithmetic == "tf32"
-    for columns, along_k, taken, by_threads in zip(_columns(product), along, takes, in_pieces, strict=True):
-        aligned = columns * arithmetic.itemsize % 16 == 0
-        if by_threads or (aligned and taken and not arithmetic.in_parts):
-            found.append(0)
-        else:
-            found.append(1 if along_k or arithmetic.itemsize == 2 else 2)
+    for columns, along, any_way, by_threads in zip(_columns(product), along_k, either, in_pieces, strict=True):
+        as_it_lies = (along or any_way) and columns * arithmetic.itemsize % 16 == 0 and not arithmetic.in_parts
+        found.append(0 if by_threads or as_it_lies else 2 if wide and not along else 1)
     return found[0], found[1]
 
 
@@ -505,7 +502,7 @@ def _is_one_round(product: Product, device: Device, finished: bool) -> bool:
 
 
 def _tf32_slower_than_xla(product: Product, activation: bool, unaligned: bool) -> str | None:
-    """The same for f32 as TF32."""
+    """Why XLA's dot is chosen for f32 operands as TF32: a part of slower_than_xla."""
     m, n, k = product.m, product.n, product.k
     operations = 2 * m * n * k
     if m < 32 or n < 100 or operations < (1e9 if unaligned else 1e8):

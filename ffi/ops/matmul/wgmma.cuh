@@ -187,12 +187,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
   float sums[kBlocks][kColumns / 2];
   float promoted[kBlocks][kColumns / 2];  // not used, hence no registers, without promotion
   const bool in_pieces = P::kTakesPieces && arguments.in_pieces();
-  const bool releases = threadIdx.x % 32 == 0, releases_both = releases && arguments.paired();
-  const uint32_t other = hopper::AddressIn(hopper::ClusterRank() ^ arguments.paired(), ring.Empty(0).address);
-  const auto release = [&](int stage) {  // without branches: they cost much of a short k tile's time
-    ring.Empty(stage).ArriveIf(releases);
-    Barrier::ArriveInClusterIf(releases_both, other + stage * 8);
-  };
+  const StageRelease<Tile> release(arguments, ring);
   // Ping-pong: barrier 4 + w is warpgroup w's turn to multiply; the first one's comes first.
   constexpr int kTurn = 4;
   if (Tile::kPingPong && warpgroup == 1) hopper::NamedArrive(kTurn, 2 * kWarpgroup);

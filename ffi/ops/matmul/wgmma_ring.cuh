@@ -46,6 +46,28 @@ struct Ring {
   __device__ Barrier Sums() const { return Empty(Tile::kStages + 1); }
 };
 
+// Frees stages that a warp has multiplied, in both blocks of a pair. Without branches: they cost much of the time of a
+// short k tile.
+template <class Tile>
+class StageRelease {
+ public:
+  __device__ StageRelease(const WgmmaArguments& arguments, const Ring<Tile>& ring)
+      : ring_(ring),
+        own_(threadIdx.x % 32 == 0),
+        both_(own_ && arguments.paired()),
+        other_(hopper::AddressIn(hopper::ClusterRank() ^ arguments.paired(), ring.Empty(0).address)) {}
+
+  __device__ void operator()(int stage) const {
+    ring_.Empty(stage).ArriveIf(own_);
+    Barrier::ArriveInClusterIf(both_, other_ + stage * 8);
+  }
+
+ private:
+  const Ring<Tile>& ring_;
+  const bool own_, both_;
+  const uint32_t other_;
+};
+
 // Begins the products of two tiles in shared memory, of the warpgroup's rows of lhs. A, B: what their 128-byte rows are
 // of; add: to the sums.
 template <class A, class B, class Tile, class P>

@@ -143,8 +143,7 @@ __device__ void MultiplyTurned(const WgmmaArguments& arguments, const Ring<Tile>
     ring.Full(place.stage).Wait(place.parity);
     fragments.Load(ring.Rhs(place.stage) + warpgroup * kColumns * hopper::kBoxRowBytes);
   };
-  const bool releases = threadIdx.x % 32 == 0;
-  const uint32_t other = hopper::AddressIn(hopper::ClusterRank() ^ arguments.paired(), ring.Empty(0).address);
+  const StageRelease<Tile> release(arguments, ring);
   works.ForEach([&](const WgmmaWork& work) {
     const int depth = work.last - work.first;
     const TurnedStore<P> store(arguments.problem, work, work.column + warpgroup * kColumns + TurnedFragments::Column());
@@ -155,8 +154,7 @@ __device__ void MultiplyTurned(const WgmmaArguments& arguments, const Ring<Tile>
       place.Advance();
       if (i + 1 < depth) load(next);
       hopper::WaitProducts<0>();
-      ring.Empty(stage).ArriveIf(releases);
-      Barrier::ArriveInClusterIf(releases && arguments.paired(), other + stage * 8);
+      release(stage);
     };
     load(even);
     for (int i = 0; i < depth; i += 2) {
