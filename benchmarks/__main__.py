@@ -17,8 +17,8 @@ from benchmarks import calls, harness, matmul, rows, train
 # By the host's clock first: the kernel clock leaves CUPTI attached, which would slow them down.
 BY_HOST = {"calls": calls.run, "train": train.run}
 OPS = (*BY_HOST, *rows.OPS, "matmul")
-# Only where asked for by name: not what a user gets.
-OWN = "matmul_own"
+# Only where asked for by name.
+BY_NAME = {"matmul_own": matmul.run_own, "matmul_random": matmul.run_random}
 
 
 def _arguments(argv):
@@ -29,9 +29,10 @@ def _arguments(argv):
     )
     parser.add_argument(
         "op",
-        choices=(*OPS, OWN, "all"),
+        choices=(*OPS, *BY_NAME, "all"),
         metavar="OP",
-        help=f"one of {', '.join(OPS)}, or all; or {OWN}: matmul on jaxops' own kernels where it chooses XLA's, too",
+        help=f"one of {', '.join(OPS)}, or all; or matmul_own: matmul on jaxops' own kernels where it chooses XLA's, "
+        "too; or matmul_random: matmul of random sizes",
     )
     parser.add_argument("--quick", action="store_true", help="a few small shapes and few repeats: does it run?")
     parser.add_argument(
@@ -59,8 +60,9 @@ def _arguments(argv):
         metavar="DIRECTORY",
         help="where the CSV files are (default: %(default)s)",
     )
+    parser.add_argument("--seed", type=int, default=0, help="of the sizes of matmul_random (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    if arguments.op not in ("matmul", OWN) and (only := {"float8_e4m3fn", "tf32"} & {*arguments.dtype}):
+    if arguments.op not in ("matmul", *BY_NAME) and (only := {"float8_e4m3fn", "tf32"} & {*arguments.dtype}):
         parser.error(f"--dtype {' '.join(sorted(only))} is of matmul alone")
     return arguments
 
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         only=arguments.only,
         results=arguments.results,
         console=harness.make_console(),
+        seed=arguments.seed,
     )
     settings.console.print(f"jaxops {jaxops.__version__}, jax {jax.__version__}, {harness.device_name()}")
     selected = OPS if arguments.op == "all" else (arguments.op,)
@@ -87,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         clock, what = harness.find_clock()
         settings.console.print(f"timing: {what}", markup=False)
     for op in timed:
-        run = {"matmul": matmul.run, OWN: matmul.run_own}.get(op, functools.partial(rows.run, op))
+        run = {"matmul": matmul.run, **BY_NAME}.get(op, functools.partial(rows.run, op))
         succeeded &= run(clock, settings)
     settings.console.print(f"appended to {settings.results}/*.csv")
     return 0 if succeeded else 1

@@ -364,7 +364,7 @@ class Settings:
     """What the command line asks for.
 
     seconds: spent timing each measurement, not counting compilation. only: an expression to be found in a measurement's
-    label.
+    label. seed: of what is drawn at random.
     """
 
     dtypes: tuple[str, ...]
@@ -373,6 +373,7 @@ class Settings:
     only: re.Pattern[str]
     results: Path
     console: Console
+    seed: int = 0
 
     @property
     def rounds(self) -> int:

@@ -2,6 +2,7 @@
 
 "float32" is compared in full precision, "tf32" is f32 in JAX's default precision: TF32 on a GPU, another product.
 matmul_own is matmul on jaxops' own kernels also where the choice is XLA's dot for being faster; the choice rests on it.
+matmul_random is matmul, as a user gets it, of sizes drawn at random.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from unittest import mock
 
 import jax
+import numpy as np
 
 import jaxops
 from benchmarks import harness
@@ -134,7 +136,18 @@ MORE = """
 4096x4096x102, 4100x4100x4100, 8192x100x1024, 8192x50257x768, 8192x50257x768 NT, 8192x50258x768, 8192x50258x768 NT,
 16384x1000x2050, 65536x100x256, 256x1024x8192 TN, 768x3072x8192 TN, 1024x4096x4096 TN, 2048x2048x2048 NT,
 2048x2048x2048 TN, 4096x14336x8192 TN, 8192x8192x8192 NT, 2048x512x4096, 4096x512x4096, 2048x1024x4096, 4096x32x4096,
-8192x64x1024
+8192x64x1024, 1x4096x28672, 1x4096x28672 NT, 1x8192x28672 NT, 1x1024x16384, 1x1024x16384 NT, 2x4096x28672 NT,
+8x4096x28672, 8x4096x28672 NT, 16x4096x28672 NT, 32x1024x28672, 32x1024x28672 NT, 64x1024x16384, 64x1024x28672 NT,
+4096x28672x1 TN, 4096x4096x1 TN, 16x4096x28672, 256x256x1 TN, 1024x1024x1 TN, 8192x8192x1 TN, 2048x2048x2 TN,
+4096x4096x2 TN, 4096x4096x3 TN, 4096x4096x4 TN, 4096x4096x6 TN, 4096x4096x8 TN, 4096x28672x4 TN, 4096x28672x8 TN,
+4096x4096x16 TN, 4096x28672x16 TN, 4096x4096x32 TN, 4096x28672x32 TN, 4096x4096x64 TN, 4096x28672x64 TN,
+4096x14336x128 TN, 4096x4096x1, 4096x4096x2, 4096x4096x4, 4096x4096x8, 4096x4096x8 NT, 1x256x65536, 1x256x65536 NT,
+1x2048x16384, 1x2048x16384 NT, 1x2048x28672 NT, 1x16384x16384, 1x16384x16384 NT, 2x1024x16384 NT, 4x2048x28672,
+8x1024x16384, 8x1024x16384 NT, 8x8192x16384, 8x8192x16384 NT, 16x256x65536, 16x256x65536 NT, 16x1024x28672,
+16x1024x28672 NT, 16x16x65536, 64x64x65536, 64x512x32768, 256x256x16384, 128x128x16384, 128x128x32768, 128x128x65536 NT,
+128x128x65536 TN, 128x128x16384 TN, 64x64x65536 TN, 64x256x65536 TN, 256x64x65536 TN, 256x256x65536, 256x256x65536 TN,
+256x256x16384 TN, 128x512x16384, 128x512x16384 TN, 512x128x16384 TN, 512x128x32768, 192x192x32768 TN, 64x1024x16384 TN,
+96x96x65536 TN, 32x2048x16384, 32x2048x16384 NT, 64x128x131072 TN
 """
 OWN = [*(case for case in CASES["gpu"] if case.op == "matmul"), *map(Case.named, [*FEW_ROWS, *MORE.split(",")])]
 QUICK = {"gpu": [*_squares(1024), Case(127, 129, 131)], "cpu": [*_squares(128), Case(63, 65, 67)]}
@@ -242,30 +255,65 @@ def tasks(measured: Sequence[Case], dtype: str, ceiling: float) -> list[harness.
     return found
 
 
-def run(clock: harness.Clock, settings: harness.Settings, own: bool = False) -> bool:
-    """Measures the products; False if a measurement failed. own: those of matmul_own, forward alone."""
+def random_cases(seed: int, count: int, most: float) -> list[Case]:
+    """Products of 1e7 to `most` operations: sizes from 16 to 8192, small ones as often as large ones.
+
+    Half of the products have rows that are aligned to 16 bytes, a quarter are multiples of 64 throughout.
+    """
+    rng = np.random.default_rng(seed)
+    found: dict[Case, None] = {}
+    while len(found) < count:
+        step = rng.choice([64, 8, 8, 1])
+        m, n, k = (max(1, round(2 ** rng.uniform(4, 13) / step)) * int(step) for _ in range(3))
+        case = Case(m, n, k, str(rng.choice(["NN", "NT", "TN"])))
+        if 1e7 <= case.operations <= most:
+            found[case] = None
+    return [*found]
+
+
+def _measure(
+    op: str,
+    products: Callable[[str], Sequence[Case]],
+    directions: set[str],
+    clock: harness.Clock,
+    settings: harness.Settings,
+) -> bool:
     succeeded = True
     for dtype in settings.dtypes:
         best = ceiling(dtype, clock, settings)
-        if own:
-            measured = cases(dtype, settings.quick) if settings.quick or dtype.startswith("float8") else OWN
-            found = [task for task in tasks(measured, dtype, best) if task.direction == "forward"]
-            found = [dataclasses.replace(task, op="matmul_own") for task in found]
-        else:
-            found = tasks(cases(dtype, settings.quick), dtype, best)
-        title = f"matmul{'_own' if own else ''} (m x n x k), {dtype}; ceiling: XLA's best square product"
+        found = [task for task in tasks(products(dtype), dtype, best) if task.direction in directions]
+        if op != "matmul":
+            found = [dataclasses.replace(task, op=op) for task in found]
+        title = f"{op} (m x n x k), {dtype}; ceiling: XLA's best square product"
         succeeded &= harness.run(title, found, clock, settings)
     return succeeded
 
 
+def run(clock: harness.Clock, settings: harness.Settings) -> bool:
+    """Measures the products; False if a measurement failed."""
+    directions = {"forward", "backward"}
+    return _measure("matmul", lambda dtype: cases(dtype, settings.quick), directions, clock, settings)
+
+
+def run_random(clock: harness.Clock, settings: harness.Settings) -> bool:
+    """The same for products drawn at random, forward alone."""
+    most = 4e11 if _backend() == "gpu" and not settings.quick else 1e9
+    products = random_cases(settings.seed, 3 if settings.quick else 64, most)
+    return _measure("matmul_random", lambda _: products, {"forward"}, clock, settings)
+
+
 def run_own(clock: harness.Clock, settings: harness.Settings) -> bool:
-    """The same on our own kernels; False also where there are none."""
+    """The same on our own kernels, forward alone; False also where there are none."""
     if _backend() == "cpu" or choices.local_device().capability != choices.H200.capability:
         settings.console.print("FAILED matmul_own: its kernels need a Hopper GPU", style="red")
         return False
+
+    def own(dtype):
+        return cases(dtype, settings.quick) if settings.quick or dtype.startswith("float8") else OWN
+
     jax.clear_caches()  # of products lowered by the choice
     try:
         with mock.patch.object(choices, "slower_than_xla", return_value=None):
-            return run(clock, settings, own=True)
+            return _measure("matmul_own", own, {"forward"}, clock, settings)
     finally:
         jax.clear_caches()

@@ -65,6 +65,15 @@ def test_matmul(bench):
     assert {row["unit"] for row in rows} == {"TFLOP/s"}
 
 
+def test_matmul_of_random_sizes(bench, load):
+    rows = bench("matmul_random", "--dtype", "float32", "--seed", "1", file="matmul_random")
+    matmul = load("matmul")
+    assert [row["shape"] for row in rows] == [str(case) for case in matmul.random_cases(1, 3, 1e9)]
+    drawn = matmul.random_cases(0, 64, 4e11)
+    assert drawn == matmul.random_cases(0, 64, 4e11) != matmul.random_cases(1, 64, 4e11)
+    assert all(1e7 <= case.operations <= 4e11 for case in drawn)
+
+
 def test_own_kernels_of_matmul(load, tmp_path, capsys):
     """The choice is as it was afterwards; without a Hopper GPU there is nothing to measure."""
     main, choices = load("__main__"), importlib.import_module("jaxops.ops._matmul_choice")

@@ -14,6 +14,7 @@ import jaxops
 from jaxops import _kernel
 from jaxops.flax import _functions
 from jaxops.ops import _matmul_choice as choices
+from jaxops.ops._matmul_kernel import Spec, kernel, precision_of
 
 pytestmark = pytest.mark.usefixtures("full_precision")
 
@@ -123,6 +124,10 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
         (4096, 4096, 4096, "NN", None, (0, 0)),  # as fast on XLA
         (4096, 4096, 102, "NN", (256, 128), (1, 0)),
         (1002, 1002, 1002, "NN", (64, 128), (1, 2)),
+        (753, 6080, 2368, "TN", (192, 128), (2, 0)),
+        (6336, 320, 512, "TN", None, (0, 0)),
+        (128, 1641, 3456, "TN", None, (0, 0)),
+        (960, 5356, 6912, "NN", None, (0, 0)),  # rows lie across lines of the L2 cache
     ],
 )
 def test_tf32_without_copies_of_aligned_operands(m, n, k, layout, tile, copies):
@@ -198,6 +203,33 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
         (1000, 1024, 1024, "NN", (64, 128), 1),
         (1280, 1280, 1280, "NN", (128, 128), 1),
         (1536, 1536, 1536, "NN", None, 1),
+        (144, 960, 320, "NT", (64, 64), 1),
+        (328, 320, 2496, "NN", None, 1),
+        (64, 192, 1024, "NT", None, 1),
+        # k in no whole k tiles, or in no equal parts
+        (768, 704, 2248, "NN", (64, 64), 1),
+        (336, 704, 488, "NT", (64, 64), 1),
+        (192, 128, 288, "TN", (64, 64), 1),
+        (128, 192, 13840, "NN", (64, 64), 15),
+        (8, 768, 39872, "NT", (64, 64), 11),
+        (17, 1792, 12608, "NN", (64, 64), 3),
+        (640, 512, 904, "TT", None, 1),
+        (1000, 1000, 1000, "NN", None, 1),
+        # long sums
+        (1, 4096, 28672, "NT", (16, 32), 1),
+        (9, 3008, 21056, "NT", (16, 32), 1),
+        (16, 1024, 28672, "NT", None, 1),
+        (8, 1024, 16384, "NN", None, 1),
+        (64, 1024, 16384, "NN", (64, 64), 5),
+        (89, 2304, 9728, "NT", None, 1),
+        (128, 128, 65536, "TN", (64, 64), 21),
+        (256, 256, 16384, "NN", None, 1),
+        # few columns
+        (14336, 40, 14720, "NN", (64, 64), 1),
+        (36928, 8, 6208, "NN", None, 1),
+        # rows that are not aligned
+        (234, 195, 1794, "NN", None, 1),
+        (4096, 4096, 4, "NN", None, 1),
     ],
 )
 def test_small_products_of_16_bits(m, n, k, layout, tile, splits):
@@ -214,12 +246,19 @@ def test_small_products_of_16_bits(m, n, k, layout, tile, splits):
         (1536, 1536, 1536, "xla"),
         (2048, 2048, 2048, "wgmma"),
         (2048, 768, 3072, "wgmma"),
+        (768, 832, 2048, "wgmma"),
+        (920, 576, 5760, "xla"),
+        (4288, 480, 704, "xla"),  # rows of rhs lie across lines of the L2 cache
     ],
 )
 def test_short_products_with_an_activation_are_ours(m, n, k, kernel):
     """XLA's activation is a kernel of its own, which takes a third of the time."""
     assert choices.choose(product(m, n, k), choices.H200, activation=True, bias=True).kernel == kernel
     assert choices.choose(product(m, n, k), choices.H200, bias=True).kernel == "xla"
+
+
+def test_products_of_k_in_no_whole_tiles_are_ours_with_a_bias_too():
+    assert choices.choose(product(768, 704, 2248), choices.H200, bias=True).kernel == "wgmma"
 
 
 @pytest.mark.parametrize(
@@ -324,6 +363,32 @@ def test_triangles(rng):
         *map(jax.tree.leaves, (results(jaxops.dot_general), results(jax.lax.dot_general))), strict=True
     ):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+def test_a_large_outer_product_is_a_sum_of_two_products():
+    def dots(dtype, size):
+        operands = (jax.ShapeDtypeStruct((size, 1), dtype), jax.ShapeDtypeStruct((1, size), dtype))
+        text = jax.jit(jaxops.matmul).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        return re.findall(r"stablehlo.dot_general.*tensor<(\w+)>, tensor<(\w+)>", text)
+
+    assert dots(jnp.bfloat16, 8192) == [("2x8192xbf16", "2x8192xbf16")]
+    assert dots(jnp.bfloat16, 4096) == [("4096x1xbf16", "1x4096xbf16")]
+    assert dots(jnp.float32, 8192) == [("8192x1xf32", "1x8192xf32")]  # the memory's rate
+    assert "k padded to 2" in str(choices.choose(product(8192, 8192, 1), choices.H200))
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])
+def test_an_outer_product_that_is_padded(layout, rng):
+    """Infinities and no numbers stay in their rows and columns."""
+    x, y = (rng.standard_normal((3, size)) for size in (5, 7))
+    x[0, 1:3], y[1, 4] = (np.inf, np.nan), -np.inf
+    x, y = jnp.asarray(x, jnp.float16), jnp.asarray(y, jnp.float16)
+    lhs = x[:, None, :] if layout[0] == "T" else x[:, :, None]
+    rhs = y[:, :, None] if layout[1] == "T" else y[:, None, :]
+    spec = Spec(layout[0] == "T", layout[1] == "T", np.dtype("float16"), precision=precision_of(None))
+    (got,) = kernel._on_xla(lhs, rhs, spec=spec, preactivation=False, padded=True)
+    np.testing.assert_array_equal(got, x[:, :, None] * y[:, None, :])
 
 
 @pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")

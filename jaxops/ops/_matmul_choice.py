@@ -249,15 +249,20 @@ class FewRows(NamedTuple):
 
 _FEW_ROWS = (
     FewRows((1, 1), (2048, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
-    FewRows((2, 16), (2048, 4095), (1024, 4096), (4e6, 7e7), rhs_transposed=(False,)),
+    FewRows((1, 16), (4096, 8192), (1 << 14, 1 << 15), (1e8, 2.7e8)),
+    FewRows((2, 16), (2048, 4095), (1024, 8192), (4e6, 7e7), rhs_transposed=(False,)),
     FewRows((2, 16), (4096, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
-    FewRows((2, 16), (1024, 2047), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
-    FewRows((2, 16), (2048, 14336), (1024, 14336), (4e6, 7e7), rhs_transposed=(True,)),
-    FewRows((17, 32), (1024, 4095), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
-    FewRows((17, 32), (2048, 4095), (1024, 4096), (4e6, 7e7), rhs_transposed=(False,)),
+    FewRows((2, 16), (1024, 1279), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
+    FewRows((2, 16), (1280, 4095), (1024, 18432), (1e6, 7e7), rhs_transposed=(True,)),
+    FewRows((2, 16), (4096, 14336), (1024, 14336), (4e6, 7e7), rhs_transposed=(True,)),
+    FewRows((17, 32), (1024, 2048), (1024, 1 << 15), (1e6, 7e7), rhs_transposed=(True,)),
+    FewRows((17, 32), (2049, 4095), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
+    FewRows((17, 32), (2048, 4095), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
     FewRows((17, 32), (4096, 14336), (1024, 14336), (4e6, 7e7)),
+    FewRows((33, 64), (512, 1024), (1 << 14, 1 << 15), (1e7, 7e7)),
     FewRows((33, 64), (1024, 14336), (1024, 14336), (4e6, 7e7)),
-    FewRows((65, 128), (1024, 14336), (1024, 14336), (1e6, 7e7)),
+    FewRows((65, 128), (1024, 4095), (1024, 8192), (1e6, 7e7)),
+    FewRows((65, 128), (4096, 14336), (1024, 14336), (4e6, 7e7)),
 )
 
 
@@ -281,10 +286,11 @@ class Choice:
     promote: int = 0  # k tiles after which sums are promoted; 0: never, or as products in parts do
     lhs_copy: int = 0
     rhs_copy: int = 0
+    padded: bool = False  # of XLA's: k = 1 to 2
 
     def __str__(self):
         if self.tile is None:
-            return f"{self.kernel}: {self.why}"
+            return f"{self.kernel}{' (k padded to 2)' * self.padded}: {self.why}"
         kind = " ping-pong" if self.tile.ping_pong else ""
         parts = [f"tile {self.tile.rows}x{self.tile.columns}{kind}"]
         if self.splits > 1:
@@ -486,86 +492,129 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
     return held < 0.95 * xla and not_held < 1.2 * xla
 
 
-def _is_one_round(product: Product, device: Device, finished: bool) -> bool:
-    """Whether an aligned product is computed by all blocks at once, each with one small tile."""
+def _is_uneven(product: Product) -> bool:
+    """Whether XLA's kernels, of whole k tiles of 64 and with k split in equal parts, suit an aligned product ill."""
     m, n, k = product.m, product.n, product.k
-    if min(m, n) < 256 or m * n < 1 << 17 or not 384 <= k <= 8192 or (k < 1024 and m * n > 768 * 768):
+    if product.lhs_transposed and product.rhs_transposed:
         return False
+    small = min(m, n) >= 64 and m * n <= 8e5 and 288 <= k <= 16384
+    long = min(m, n) >= 8 and m * n <= 1 << 17 and k >= 8192
+    return (small and k % 64 != 0) or (long and k % 256 != 0)
+
+
+def _is_small(product: Product, device: Device, finished: bool) -> bool:
+    """Whether an aligned product is one of the small ones for which our kernel was faster than XLA's."""
+    m, n, k = product.m, product.n, product.k
     if _straddling(product) or (product.lhs_transposed and product.rhs_transposed):
+        return False
+    if min(m, n) >= 128 and 1 << 15 <= m * n <= 1 << 18 and 320 <= k <= 2304 and k % 1024 != 0:
+        return True
+    if min(m, n) < 256 or m * n < 1 << 17 or not 384 <= k <= 8192 or (k < 896 and m * n > 768 * 768):
+        return False
+    if finished and k > 3072 and m * n < 1.4e6:
         return False
     plan = _best_plan(product, device, finished)
     tile = plan.tile
     single = tile.rows == 64  # one warpgroup multiplies
     short = k <= 1280 and (single or (tile.ping_pong and tile.columns == 128))
     small = short or (single and (tile.columns <= 128 or m < 512 or finished))
+    # All blocks at once, each with one tile.
     return small and not plan.partials and _tiles(product, plan) * plan.splits <= device.multiprocessors
 
 
-def _tf32_slower_than_xla(product: Product, activation: bool, unaligned: bool) -> str | None:
-    """Why XLA's dot is chosen for f32 operands as TF32: a part of slower_than_xla."""
+def _tf32_slower_than_xla(product: Product, activation: bool) -> str | None:
     m, n, k = product.m, product.n, product.k
-    operations = 2 * m * n * k
+    operations, unaligned = 2 * m * n * k, _is_unaligned(product)
     if m < 32 or n < 100 or operations < (1e9 if unaligned else 1e8):
         return "few rows or columns, or a small product, in TF32"
+    if product.lhs_transposed and m * n < 1 << (19 if unaligned else 20):
+        return "TF32: lhs would be copied to lie along k, XLA's dot reads it as it lies"
     if unaligned:
         return None
     if product.lhs_transposed:
-        if product.rhs_transposed or m * n < 1 << 20 or k < 512:
-            return "TF32: lhs would be copied to lie along k, XLA's dot reads it as it lies"
-        return None
-    if activation or (operations < 1e11 and m < 16384):
+        return "TF32: the copy of lhs takes as long as the product" if product.rhs_transposed or k < 704 else None
+    if activation or (operations < 1e11 and m < 16384 and not (_straddling(product) and k > 4096)):
         return None
     return "a large product in TF32: XLA's own dot is as fast"
 
 
+def _unaligned_slower_than_xla(product: Product, activation: bool) -> str | None:
+    """Of 16 bits."""
+    m, n, k = product.m, product.n, product.k
+    operations = 2 * m * n * k
+    if not any(_copies(product)):
+        return "only the result's rows are not aligned to 16 bytes: XLA's own dot is ahead by 5 %"
+    along_k = k % 8 != 0 and (not product.lhs_transposed or product.rhs_transposed)
+    even = not any(x % 2 for x in (*_columns(product), n))
+    if along_k and k % 2 == 0 and min(m, n) >= 64 and not product.triangle:
+        long = k >= 256 and operations >= (5e7 if even else 1e9)
+        wide = k >= 32 and m * n >= 1 << 24
+        return None if long or wide else "a small product of rows that are not aligned to 16 bytes"
+    copied_once = not (product.lhs_transposed or product.rhs_transposed) and min(m, n) >= 4096 and k >= 512
+    if not along_k and even and not activation and not copied_once:
+        return "rows along m or n that are aligned to 4 bytes: XLA's own dot is ahead"
+    narrow = min(m, n) <= 128 or (k <= 128 and all(_copies(product)))
+    small = "a small or narrow product of rows that are not aligned to 16 bytes"
+    return small if operations < 2e9 or narrow else None
+
+
+def _aligned_slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
+    """Of 16 bits."""
+    m, n, k = product.m, product.n, product.k
+    if any(few_rows.holds(product) for few_rows in _FEW_ROWS) or _is_uneven(product):
+        return None
+    if (activation or not bias) and _is_small(product, device, activation or bias):
+        return None
+    if 1 << 14 <= m * n <= 1 << 15 and min(m, n) >= 64 and k >= 1 << 15 and not _straddling(product):
+        return None  # k is split
+    if 40 <= n <= 128 and 6144 <= m <= 25600 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
+        return None
+    # Two tiles or more for a multiprocessor, or a product so short that its activation takes a third.
+    deepest, large = (2048, 4e6) if _straddling(product) else (8192, 1 << 22)
+    short = k <= 1024 and 1 << 18 <= m * n <= (1 << 19 if _straddling(product) else math.inf)
+    if activation and min(m, n) >= 256 and (short or (k <= deepest and m * n >= large)):
+        return None
+    if 2 * m * n * k >= 5e12 and (activation or not bias):
+        return None
+    return "16 bits, aligned: XLA's own dot is ahead by 1 to 5 %, and by more for few rows and some small products"
+
+
+def _is_unaligned(product: Product) -> bool:
+    """Whether a row of the operands or of the result is not aligned to 16 bytes"""
+    itemsize = ARITHMETICS[product.arithmetic].itemsize
+    return any(size * itemsize % 16 for size in (*_columns(product), product.n))
+
+
 def slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
     """Why XLA's dot is chosen, for products where it was measured to be faster (benchmarks/TUNING.md)."""
-    m, n, k = product.m, product.n, product.k
-    operations = 2 * m * n * k * product.batches
-    unaligned = any(size * ARITHMETICS[product.arithmetic].itemsize % 16 for size in (*_columns(product), n))
-    side = min(m, n if product.triangle == "result" else k)
+    side = min(product.m, product.n if product.triangle == "result" else product.k)
     if product.triangle and product.arithmetic == "16bit" and side >= 512 and not any(_copies(product)):
         return None  # XLA multiplies the other half as well
     if product.arithmetic == "f32":
-        if k < 64:
+        if product.k < 64:
             return "sums of less than 64 products: XLA's have no larger an error"
         return None if _parts_pay_off(product, device, activation or bias) else "splitting the operands takes too long"
     if product.batches > 1:
         return "batches: XLA's own dot was faster in 16 bits, and nothing else was compared"
     if product.arithmetic == "tf32":
-        return _tf32_slower_than_xla(product, activation, unaligned)
+        return _tf32_slower_than_xla(product, activation)
     if product.arithmetic != "16bit":
-        if operations < 1.5e10:
+        if 2 * product.m * product.n * product.k < 1.5e10:
             return "a small product of 8-bit floats"
         return None if any(_copies(product)) else "XLA's own dot is ahead where both operands lie along k"
-    if unaligned:
-        if not any(_copies(product)):
-            return "only the result's rows are not aligned to 16 bytes: XLA's own dot is ahead by 5 %"
-        along_k = k % 8 != 0 and (not product.lhs_transposed or product.rhs_transposed)
-        even = not any(x % 2 for x in (*_columns(product), n))
-        if along_k and k % 2 == 0 and min(m, n) >= 64 and not product.triangle:
-            long = k >= 256 and operations >= 5e7
-            return None if long or m * n >= 1 << 24 else "a small product of rows that are not aligned to 16 bytes"
-        copied_once = not (product.lhs_transposed or product.rhs_transposed) and min(m, n) >= 4096 and k >= 512
-        if not along_k and even and not activation and not copied_once:
-            return "rows along m or n that are aligned to 4 bytes: XLA's own dot is ahead"
-        narrow = min(m, n) <= 128 or (k <= 128 and all(_copies(product)))
-        small = "a small or narrow product of rows that are not aligned to 16 bytes"
-        return small if operations < 2e9 or narrow else None
-    if any(few_rows.holds(product) for few_rows in _FEW_ROWS):
-        return None
-    if (activation or not bias) and _is_one_round(product, device, activation or bias):
-        return None
-    if m * n <= 1 << 16 and k >= 1 << 14:
-        return None  # k is split
-    if n <= 128 and m >= 4096 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
-        return None
-    deepest = 2048 if _straddling(product) else 8192
-    if activation and min(m, n) >= 256 and k <= deepest and m * n >= (1 << 22 if k > 1024 else 1 << 18):
-        return None  # two tiles or more for a multiprocessor, or a product so short that its activation takes a third
-    if operations >= 5e12 and (activation or not bias):
-        return None
-    return "16 bits, aligned: XLA's own dot is ahead by 1 to 5 %, and by more for few rows and small products"
+    if _is_unaligned(product):
+        return _unaligned_slower_than_xla(product, activation)
+    return _aligned_slower_than_xla(product, device, activation, bias)
+
+
+def _is_large_outer(product: Product) -> bool:
+    """Whether it is an outer product that XLA computes faster as sums of two products, of which one is 0.
+
+    A smaller one XLA may have computed beside another product, in one kernel: a weight's gradient for one row.
+    """
+    m, n, k = product.m, product.n, product.k
+    large = m * n * product.batches >= 1 << 26
+    return k == 1 and large and min(m, n) >= 64 and product.arithmetic == "16bit" and product.result_bytes == 2
 
 
 def planned(product: Product, plan: Plan) -> Choice:
@@ -594,6 +643,8 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
         if product.arithmetic == "16bit" and any(_copies(product)):
             return Choice("general", "rows that are not aligned to 16 bytes")
         return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
+    if _is_large_outer(product):
+        return Choice("xla", "alone, its multiplication of elements runs at half of the memory's rate", padded=True)
     if why := slower_than_xla(product, device, activation, bias):
         return Choice("xla", why)
     return planned(product, _best_plan(product, device, activation or bias))

@@ -204,11 +204,20 @@ class _MatmulKernel(Kernel):
     def plain(self, *operands, spec, preactivation) -> list[jax.Array]:
         return self._on_xla(*operands, spec=spec, preactivation=preactivation)
 
-    def _on_xla(self, *operands, spec, preactivation, sums: np.dtype | None = None) -> list[jax.Array]:
-        """XLA's own dot; `sums`: its result's dtype, by default that in which the epilogue is computed."""
+    def _on_xla(
+        self, *operands, spec, preactivation, sums: np.dtype | None = None, padded: bool = False
+    ) -> list[jax.Array]:
+        """XLA's own dot; `sums`: its result's dtype, by default that in which the epilogue is computed.
+
+        padded: k = 1 to 2, with zeros.
+        """
         flat, spec, restore = self._flat(*operands, spec=spec)
         lhs, rhs, scale, bias = self._named(flat, spec)
         rank = lhs.ndim
+        if padded:
+            lhs, rhs = (x.reshape(*x.shape[:-2], 1, math.prod(x.shape[-2:])) for x in (lhs, rhs))
+            lhs, rhs = (jnp.pad(x, [*[(0, 0)] * (rank - 2), (0, 1), (0, 0)]) for x in (lhs, rhs))
+            spec = spec._replace(lhs_transposed=True, rhs_transposed=False)
         precision = _plain_precision(lhs.dtype, rhs.dtype, spec.precision)
         wide = sums or accumulator(lhs.dtype, spec.dtype)
         if lhs.dtype != rhs.dtype:  # 8-bit floats, for which jnp.matmul defines no promotion
@@ -285,7 +294,8 @@ class _MatmulKernel(Kernel):
             # In the result's dtype, as jax.numpy asks for it: else XLA writes f32 sums, and rounds them in a pass.
             alone = len(operands) == 2 and spec.activation is None
             sums = spec.dtype if alone or (not spec.scaled and lhs.dtype.itemsize == 2) else None
-            return restore(self._on_xla(*operands, spec=spec, preactivation=preactivation, sums=sums))
+            how = {"sums": sums, "padded": choice.padded}
+            return restore(self._on_xla(*operands, spec=spec, preactivation=preactivation, **how))
         results = self.abstract(*operands, spec=spec, preactivation=preactivation)
         count, out = len(results), results[0]
         arithmetic = choices.ARITHMETICS.get(arithmetic_of(lhs.dtype, rhs.dtype, spec.precision))
