@@ -523,6 +523,7 @@ def _is_small(product: Product, device: Device, finished: bool) -> bool:
 
 
 def _tf32_slower_than_xla(product: Product, activation: bool) -> str | None:
+    """Of f32 as TF32."""
     m, n, k = product.m, product.n, product.k
     operations, unaligned = 2 * m * n * k, _is_unaligned(product)
     if m < 32 or n < 100 or operations < (1e9 if unaligned else 1e8):
@@ -580,7 +581,7 @@ def _aligned_slower_than_xla(product: Product, device: Device, activation: bool,
 
 
 def _is_unaligned(product: Product) -> bool:
-    """Whether a row of the operands or of the result is not aligned to 16 bytes"""
+    """Whether a row of the operands or of the result is not aligned to 16 bytes."""
     itemsize = ARITHMETICS[product.arithmetic].itemsize
     return any(size * itemsize % 16 for size in (*_columns(product), product.n))
 

@@ -98,7 +98,7 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
 
 // The handlers of both ops, from Forward<centred> and Backward<centred> of the including file.
 #define JAXOPS_NORM_HANDLERS(op, centred)                           \
-  JAXOPS_HANDLER(op##_fwd, (jaxops::Forward<centred>),              \
+  JAXOPS_HANDLER(op##_fwd, (jaxops::norm::Forward<centred>),        \
                  RemainingArgs()                                    \
                      .RemainingRets()                               \
                      .Attr<::xla::ffi::Span<const int64_t>>("axes") \
@@ -107,7 +107,7 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
                      .Attr<bool>("has_bias")                        \
                      .Attr<bool>("has_where")                       \
                      .Attr<double>("epsilon"));                     \
-  JAXOPS_HANDLER(op##_bwd, (jaxops::Backward<centred>),             \
+  JAXOPS_HANDLER(op##_bwd, (jaxops::norm::Backward<centred>),       \
                  RemainingArgs()                                    \
                      .RemainingRets()                               \
                      .Attr<::xla::ffi::Span<const int64_t>>("axes") \

@@ -3,7 +3,7 @@
 #include "ops/norm/norm.h"
 #include "rows/rows_cpu.h"
 
-namespace jaxops {
+namespace jaxops::norm {
 namespace {
 
 // sum = x + residual, rounded to the type of x.
@@ -150,7 +150,7 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
 }
 
 }  // namespace
-}  // namespace jaxops
+}  // namespace jaxops::norm
 
 JAXOPS_NORM_HANDLERS(layer_norm, true);
 JAXOPS_NORM_HANDLERS(rms_norm, false);

@@ -1,0 +1,8 @@
+#include "ops/log_softmax/log_softmax.cuh"
+
+namespace jaxops {
+
+JAXOPS_LOGITS_KERNELS(, LogSoftmax, __half);
+JAXOPS_LOGITS_KERNELS(, LogSoftmax, double);
+
+}  // namespace jaxops

@@ -1,0 +1,7 @@
+#include "ops/softmax/softmax.cuh"
+
+namespace jaxops {
+
+JAXOPS_LOGITS_KERNELS(, Softmax, float);
+
+}  // namespace jaxops
