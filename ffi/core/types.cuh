@@ -54,19 +54,22 @@ inline constexpr DataType kDataType<__nv_bfloat16> = DataType::BF16;
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// The dtypes of a row op's input, and of its result beside an input of T: jaxops/_rows.py reduces other pairs to these.
-using Inputs = Types<__nv_bfloat16, float, __half, double>;
-template <class T>
-using Outputs = std::conditional_t<std::is_same_v<T, float>, Types<float, __nv_bfloat16, __half>,
-                                   std::conditional_t<std::is_same_v<T, double>, Types<double>, Types<T, float>>>;
+// The dtypes of an op's input and its result: equal, or one of them f32. jaxops/_rows.py reduces other pairs to these.
+template <class T, class U>
+struct Pair {
+  using Input = T;
+  using Output = U;
+};
+using Pairs = Types<Pair<__nv_bfloat16, __nv_bfloat16>, Pair<float, float>, Pair<__half, __half>, Pair<double, double>,
+                    Pair<__nv_bfloat16, float>, Pair<float, __nv_bfloat16>, Pair<__half, float>, Pair<float, __half>>;
 
-// Calls visit.operator()<T>() -> Error for the T of a list that is the dtype of a buffer.
-template <class List, class Visit>
-Error VisitType(List list, const char* handler, const AnyBuffer& buffer, const Visit& visit) {
+// Calls visit.operator()<Input, Output>() -> Error for the pair of dtypes.
+template <class Visit>
+Error VisitPair(const char* handler, DataType input, DataType output, const Visit& visit) {
   return First(
-      list, Invalid(handler, "no kernel for these element types"),
-      [type = buffer.element_type()]<class T> { return type == kDataType<T>; },
-      [&]<class T> { return visit.template operator()<T>(); });
+      Pairs{}, Invalid(handler, "no kernel for these element types"),
+      [=]<class P> { return input == kDataType<typename P::Input> && output == kDataType<typename P::Output>; },
+      [&]<class P> { return visit.template operator()<typename P::Input, typename P::Output>(); });
 }
 
 template <class T>

@@ -346,10 +346,14 @@ inline Error ParseLogitsOnDevice(const char* handler, bool backward, const Logit
   return Invalid(handler, "causal with 2^31 - 1 or more queries or keys");
 }
 
-// Launches a forward pass of x of T. With the kernels of T in a file of their own, many processors can share the build.
-template <template <Given, class, class> class Op, class T>
-Error LaunchForward(const char* handler, cudaStream_t stream, const LogitsCall& call) {
-  return VisitType(Outputs<T>{}, handler, *call.y, [&]<class U> {
+template <template <Given, class, class> class Op>
+Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::RemainingArgs& args,
+                    const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
+  LogitsCall call;
+  JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice(handler, false, attributes, args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
+      handler, {call.x, call.scale, call.bias, call.where, call.y, call.max, call.total, call.parts}));
+  return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
     if (call.has_options()) {
       cudaError_t status = cudaSuccess;
       if (!call.bias && rows::LaunchPlainRows<T, U>(stream, Op<Given::kMasks, T, U>(call), call.shape, &status)) {
@@ -361,10 +365,13 @@ Error LaunchForward(const char* handler, cudaStream_t stream, const LogitsCall& 
   });
 }
 
-// A backward pass with a second tensor of U. Op<kGiven, T, U> sums dz over rows where dbias is wanted.
-template <template <Given, class, class> class Op, class T>
-Error LaunchBackward(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& second) {
-  return VisitType(Outputs<T>{}, handler, second, [&]<class U> {
+// first and second have the dtypes T and U of Op<kGiven, T, U>, which sums dz over rows where dbias is wanted.
+template <template <Given, class, class> class Op>
+Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
+                     const AnyBuffer& second) {
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
+      handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y, call.parts}));
+  return VisitPair(handler, first.element_type(), second.element_type(), [&]<class T, class U> {
     if (call.sums.count) {
       const rows::SumResults<Accumulator<T>> sums(call.sums, call.shape, true, false);
       if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
@@ -379,36 +386,6 @@ Error LaunchBackward(const char* handler, cudaStream_t stream, const LogitsCall&
     }
     return FromCuda(handler, LaunchLogits<T, U>(stream, Op<Given::kNone, T, U>(call), call));
   });
-}
-
-// The kernels of an op for inputs of T; prefix: nothing, or `extern` where another file has them.
-#define JAXOPS_LOGITS_KERNELS(prefix, op, T)                                                         \
-  prefix template Error LaunchForward<op##Forward, T>(const char*, cudaStream_t, const LogitsCall&); \
-  prefix template Error LaunchBackward<op##Backward, T>(const char*, cudaStream_t, const LogitsCall&, const AnyBuffer&)
-#define JAXOPS_LOGITS_KERNELS_ELSEWHERE(op)         \
-  JAXOPS_LOGITS_KERNELS(extern, op, __nv_bfloat16); \
-  JAXOPS_LOGITS_KERNELS(extern, op, __half);        \
-  JAXOPS_LOGITS_KERNELS(extern, op, float);         \
-  JAXOPS_LOGITS_KERNELS(extern, op, double)
-
-template <template <Given, class, class> class Op>
-Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::RemainingArgs& args,
-                    const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
-  LogitsCall call;
-  JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice(handler, false, attributes, args, results, &call));
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
-      handler, {call.x, call.scale, call.bias, call.where, call.y, call.max, call.total, call.parts}));
-  return VisitType(Inputs{}, handler, *call.x, [&]<class T> { return LaunchForward<Op, T>(handler, stream, call); });
-}
-
-// first and second have the dtypes T and U of Op<kGiven, T, U>.
-template <template <Given, class, class> class Op>
-Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
-                     const AnyBuffer& second) {
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
-      handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y, call.parts}));
-  return VisitType(Inputs{}, handler, first,
-                   [&]<class T> { return LaunchBackward<Op, T>(handler, stream, call, second); });
 }
 
 }  // namespace jaxops

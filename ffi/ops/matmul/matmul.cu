@@ -36,11 +36,6 @@ using WgmmaOperands =
           OperandPair<E4M3, E4M3>, OperandPair<E4M3, E5M2>, OperandPair<E5M2, E4M3>, OperandPair<E5M2, E5M2>>;
 
 // The kernels that run on every GPU take operands of one dtype; the result's may be f32.
-template <class T, class U>
-struct Pair {
-  using Input = T;
-  using Output = U;
-};
 using GeneralPairs = Types<Pair<__nv_bfloat16, __nv_bfloat16>, Pair<__nv_bfloat16, float>, Pair<__half, __half>,
                            Pair<__half, float>, Pair<float, float>>;
 

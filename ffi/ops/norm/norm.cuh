@@ -1,4 +1,5 @@
-// layer_norm (centred) and rms_norm (not centred) on CUDA devices. Each op has files of its own beside this one.
+// layer_norm (centred) and rms_norm (not centred) on CUDA devices. Each direction of each op has a file of its own
+// beside this one, so that more processors can share the build.
 #ifndef JAXOPS_OPS_NORM_NORM_CUH_
 #define JAXOPS_OPS_NORM_NORM_CUH_
 
@@ -8,7 +9,8 @@
 #include "ops/norm/norm.h"
 #include "rows/row_loop.cuh"
 
-namespace jaxops::norm {
+namespace jaxops {
+namespace {
 
 using Slot = NormCall;
 
@@ -280,10 +282,17 @@ struct NormStreams {
   using Shifted = Types<Kept<rows::Along<4, 5>>>;  // shorter ones
 };
 
-// Launches a forward pass of x of T. With the kernels of T in a file of their own, many processors can share the build.
-template <bool kCentred, class T>
-Error LaunchForward(const char* handler, cudaStream_t stream, const NormCall& call, double epsilon) {
-  return VisitType(Outputs<T>{}, handler, *call.y, [&]<class U> {
+template <bool kCentred>
+Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+              bool has_residual, bool has_scale, bool has_bias, bool has_where, double epsilon) {
+  const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
+  NormCall call;
+  const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where};
+  JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/false, kCentred, attributes, args, results, &call));
+  if (has_where && !kCentred) return Invalid(handler, "takes no where");
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
+      handler, {call.x, call.residual, call.scale, call.bias, call.where, call.y, call.sum, call.mean, call.rstd}));
+  return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
     using A = Accumulator<T>;
     const auto launch = [&]<bool kWhere> {
       const NormForwardOp<kCentred, kWhere, T, U> op = {
@@ -307,70 +316,10 @@ Error LaunchForward(const char* handler, cudaStream_t stream, const NormCall& ca
       return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, call.shape));
     };
     if constexpr (kCentred) {
-      if (call.where) return launch.template operator()<true>();
+      if (has_where) return launch.template operator()<true>();
     }
     return launch.template operator()<false>();
   });
-}
-
-// The same of a backward pass.
-template <bool kCentred, class T>
-Error LaunchBackward(const char* handler, cudaStream_t stream, const NormCall& call) {
-  return VisitType(Outputs<T>{}, handler, *call.dy, [&]<class U> {
-    using A = Accumulator<T>;
-    const auto launch = [&]<bool kWhere> {
-      const NormBackwardOp<kCentred, kWhere, T, U> op = {
-          .x = Data<T>(*call.x),
-          .dy = Data<U>(*call.dy),
-          .dsum = rows::DataOrNull<T>(call.dsum),
-          .scale = rows::DataOrNull<A>(call.scale),
-          .where = rows::DataOrNull<uint8_t>(call.where),
-          .mean = rows::DataOrNull<A>(call.mean),
-          .rstd = rows::DataOrNull<A>(call.rstd),
-          .dx = Data<T>(*call.dx),
-      };
-      const rows::SumResults<A> sums(call.sums, call.shape, call.has_dscale, call.has_dbias);
-      if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
-      cudaError_t status = cudaSuccess;
-      if constexpr (!kWhere) {
-        const bool looped =
-            call.sums.count && !call.shape.across && rows::LaunchRowSums<T, U>(stream, op, call.shape, sums, &status);
-        if (looped) return FromCuda(handler, status);
-      }
-      status = rows::LaunchRows<T, U>(stream, op, call.ungrouped);
-      if (status != cudaSuccess || call.sums.count == 0) return FromCuda(handler, status);
-      const ParameterGradients<kCentred, T, U> gradients = {.x = op.x, .dy = op.dy, .mean = op.mean, .rstd = op.rstd};
-      return FromCuda(handler, rows::LaunchColumnSums<A>(stream, gradients, call.shape, sums));
-    };
-    if constexpr (kCentred) {
-      if (call.where) return launch.template operator()<true>();
-    }
-    return launch.template operator()<false>();
-  });
-}
-
-// The kernels of an op for inputs of T; prefix: nothing, or `extern` where another file has them.
-#define JAXOPS_NORM_KERNELS(prefix, centred, T)                                                        \
-  prefix template Error LaunchForward<centred, T>(const char*, cudaStream_t, const NormCall&, double); \
-  prefix template Error LaunchBackward<centred, T>(const char*, cudaStream_t, const NormCall&)
-#define JAXOPS_NORM_KERNELS_ELSEWHERE(centred)         \
-  JAXOPS_NORM_KERNELS(extern, centred, __nv_bfloat16); \
-  JAXOPS_NORM_KERNELS(extern, centred, __half);        \
-  JAXOPS_NORM_KERNELS(extern, centred, float);         \
-  JAXOPS_NORM_KERNELS(extern, centred, double)
-
-template <bool kCentred>
-Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
-              bool has_residual, bool has_scale, bool has_bias, bool has_where, double epsilon) {
-  const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
-  NormCall call;
-  const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where};
-  JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/false, kCentred, attributes, args, results, &call));
-  if (has_where && !kCentred) return Invalid(handler, "takes no where");
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
-      handler, {call.x, call.residual, call.scale, call.bias, call.where, call.y, call.sum, call.mean, call.rstd}));
-  return VisitType(Inputs{}, handler, *call.x,
-                   [&]<class T> { return LaunchForward<kCentred, T>(handler, stream, call, epsilon); });
 }
 
 template <bool kCentred>
@@ -388,10 +337,40 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
   if ((has_where || has_dbias) && !kCentred) return Invalid(handler, "takes no where and has no bias");
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
       handler, {call.x, call.scale, call.where, call.mean, call.rstd, call.dy, call.dsum, call.dx}));
-  return VisitType(Inputs{}, handler, *call.x,
-                   [&]<class T> { return LaunchBackward<kCentred, T>(handler, stream, call); });
+  return VisitPair(handler, call.x->element_type(), call.dy->element_type(), [&]<class T, class U> {
+    using A = Accumulator<T>;
+    const auto launch = [&]<bool kWhere> {
+      const NormBackwardOp<kCentred, kWhere, T, U> op = {
+          .x = Data<T>(*call.x),
+          .dy = Data<U>(*call.dy),
+          .dsum = rows::DataOrNull<T>(call.dsum),
+          .scale = rows::DataOrNull<A>(call.scale),
+          .where = rows::DataOrNull<uint8_t>(call.where),
+          .mean = rows::DataOrNull<A>(call.mean),
+          .rstd = rows::DataOrNull<A>(call.rstd),
+          .dx = Data<T>(*call.dx),
+      };
+      const rows::SumResults<A> sums(call.sums, call.shape, has_dscale, has_dbias);
+      if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
+      cudaError_t status = cudaSuccess;
+      if constexpr (!kWhere) {
+        const bool looped =
+            call.sums.count && !call.shape.across && rows::LaunchRowSums<T, U>(stream, op, call.shape, sums, &status);
+        if (looped) return FromCuda(handler, status);
+      }
+      status = rows::LaunchRows<T, U>(stream, op, call.ungrouped);
+      if (status != cudaSuccess || call.sums.count == 0) return FromCuda(handler, status);
+      const ParameterGradients<kCentred, T, U> gradients = {.x = op.x, .dy = op.dy, .mean = op.mean, .rstd = op.rstd};
+      return FromCuda(handler, rows::LaunchColumnSums<A>(stream, gradients, call.shape, sums));
+    };
+    if constexpr (kCentred) {
+      if (has_where) return launch.template operator()<true>();
+    }
+    return launch.template operator()<false>();
+  });
 }
 
-}  // namespace jaxops::norm
+}  // namespace
+}  // namespace jaxops
 
 #endif  // JAXOPS_OPS_NORM_NORM_CUH_

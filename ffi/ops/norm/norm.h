@@ -96,9 +96,9 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
                            : ParseSums(handler, call->shape, wide, *workspace, gradients, &call->sums);
 }
 
-// The handlers of both ops, from Forward<centred> and Backward<centred> of the including file.
-#define JAXOPS_NORM_HANDLERS(op, centred)                           \
-  JAXOPS_HANDLER(op##_fwd, (jaxops::norm::Forward<centred>),        \
+// The handlers of both ops, from Forward<centred> and Backward<centred>.
+#define JAXOPS_NORM_FORWARD(op, centred)                            \
+  JAXOPS_HANDLER(op##_fwd, (jaxops::Forward<centred>),              \
                  RemainingArgs()                                    \
                      .RemainingRets()                               \
                      .Attr<::xla::ffi::Span<const int64_t>>("axes") \
@@ -106,8 +106,9 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
                      .Attr<bool>("has_scale")                       \
                      .Attr<bool>("has_bias")                        \
                      .Attr<bool>("has_where")                       \
-                     .Attr<double>("epsilon"));                     \
-  JAXOPS_HANDLER(op##_bwd, (jaxops::norm::Backward<centred>),       \
+                     .Attr<double>("epsilon"))
+#define JAXOPS_NORM_BACKWARD(op, centred)                           \
+  JAXOPS_HANDLER(op##_bwd, (jaxops::Backward<centred>),             \
                  RemainingArgs()                                    \
                      .RemainingRets()                               \
                      .Attr<::xla::ffi::Span<const int64_t>>("axes") \

@@ -3,7 +3,7 @@
 #include "ops/norm/norm.h"
 #include "rows/rows_cpu.h"
 
-namespace jaxops::norm {
+namespace jaxops {
 namespace {
 
 // sum = x + residual, rounded to the type of x.
@@ -150,7 +150,9 @@ Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results,
 }
 
 }  // namespace
-}  // namespace jaxops::norm
+}  // namespace jaxops
 
-JAXOPS_NORM_HANDLERS(layer_norm, true);
-JAXOPS_NORM_HANDLERS(rms_norm, false);
+JAXOPS_NORM_FORWARD(layer_norm, true);
+JAXOPS_NORM_BACKWARD(layer_norm, true);
+JAXOPS_NORM_FORWARD(rms_norm, false);
+JAXOPS_NORM_BACKWARD(rms_norm, false);

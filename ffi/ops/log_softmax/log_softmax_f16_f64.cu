@@ -1,8 +1,0 @@
-#include "ops/log_softmax/log_softmax.cuh"
-
-namespace jaxops {
-
-JAXOPS_LOGITS_KERNELS(, LogSoftmax, __half);
-JAXOPS_LOGITS_KERNELS(, LogSoftmax, double);
-
-}  // namespace jaxops

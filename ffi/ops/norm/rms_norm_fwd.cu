@@ -1,0 +1,3 @@
+#include "ops/norm/norm.cuh"
+
+JAXOPS_NORM_FORWARD(rms_norm, false);

@@ -1,8 +1,0 @@
-#include "ops/softmax/softmax.cuh"
-
-namespace jaxops {
-
-JAXOPS_LOGITS_KERNELS(, Softmax, __half);
-JAXOPS_LOGITS_KERNELS(, Softmax, double);
-
-}  // namespace jaxops
