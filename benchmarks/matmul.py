@@ -258,7 +258,7 @@ def tasks(measured: Sequence[Case], dtype: str, ceiling: float) -> list[harness.
 def random_cases(seed: int, count: int, most: float) -> list[Case]:
     """Products of 1e7 to `most` operations: sizes from 16 to 8192, small ones as often as large ones.
 
-    Half of the products have rows that are aligned to 16 bytes, a quarter are multiples of 64 throughout.
+    Those of a quarter of the products are multiples of 64, of a half of 8, of the others any.
     """
     rng = np.random.default_rng(seed)
     found: dict[Case, None] = {}

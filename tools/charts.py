@@ -100,7 +100,7 @@ def draw_all(results: Path = RESULTS) -> dict[str, bytes]:
     """The charts by file name."""
     charts = {}
     for path in sorted(results.glob("*.csv")):
-        if path.stem in ("matmul_own", "matmul_random"):  # not what a user gets; too many, of sizes that say little
+        if path.stem in ("matmul_own", "matmul_random"):  # not what a user gets, or of no sizes in particular
             continue
         rows = read_rows(path)
         if path.stem == "matmul":

@@ -495,18 +495,14 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
 def _is_uneven(product: Product) -> bool:
     """Whether XLA's kernels, of whole k tiles of 64 and with k split in equal parts, suit an aligned product ill."""
     m, n, k = product.m, product.n, product.k
-    if product.lhs_transposed and product.rhs_transposed:
-        return False
     small = min(m, n) >= 64 and m * n <= 8e5 and 288 <= k <= 16384
     long = min(m, n) >= 8 and m * n <= 1 << 17 and k >= 8192
     return (small and k % 64 != 0) or (long and k % 256 != 0)
 
 
 def _is_small(product: Product, device: Device, finished: bool) -> bool:
-    """Whether an aligned product is one of the small ones for which our kernel was faster than XLA's."""
+    """Whether our kernel was faster than XLA's for an aligned product so small, of rows that lie within cache lines."""
     m, n, k = product.m, product.n, product.k
-    if _straddling(product) or (product.lhs_transposed and product.rhs_transposed):
-        return False
     if min(m, n) >= 128 and 1 << 15 <= m * n <= 1 << 18 and 320 <= k <= 2304 and k % 1024 != 0:
         return True
     if min(m, n) < 256 or m * n < 1 << 17 or not 384 <= k <= 8192 or (k < 896 and m * n > 768 * 768):
@@ -562,17 +558,21 @@ def _unaligned_slower_than_xla(product: Product, activation: bool) -> str | None
 def _aligned_slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
     """Of 16 bits."""
     m, n, k = product.m, product.n, product.k
-    if any(few_rows.holds(product) for few_rows in _FEW_ROWS) or _is_uneven(product):
+    across = _straddling(product)
+    if any(few_rows.holds(product) for few_rows in _FEW_ROWS):
         return None
-    if (activation or not bias) and _is_small(product, device, activation or bias):
-        return None
-    if 1 << 14 <= m * n <= 1 << 15 and min(m, n) >= 64 and k >= 1 << 15 and not _straddling(product):
+    if not (product.lhs_transposed and product.rhs_transposed):
+        if _is_uneven(product):
+            return None
+        if (activation or not bias) and not across and _is_small(product, device, activation or bias):
+            return None
+    if 1 << 14 <= m * n <= 1 << 15 and min(m, n) >= 64 and k >= 1 << 15 and not across:
         return None  # k is split
     if 40 <= n <= 128 and 6144 <= m <= 25600 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
         return None
     # Two tiles or more for a multiprocessor, or a product so short that its activation takes a third.
-    deepest, large = (2048, 4e6) if _straddling(product) else (8192, 1 << 22)
-    short = k <= 1024 and 1 << 18 <= m * n <= (1 << 19 if _straddling(product) else math.inf)
+    deepest, large = (2048, 4e6) if across else (8192, 1 << 22)
+    short = k <= 1024 and 1 << 18 <= m * n <= (1 << 19 if across else math.inf)
     if activation and min(m, n) >= 256 and (short or (k <= deepest and m * n >= large)):
         return None
     if 2 * m * n * k >= 5e12 and (activation or not bias):
