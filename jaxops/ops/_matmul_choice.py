@@ -495,7 +495,7 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
 def _is_uneven(product: Product) -> bool:
     """Whether XLA's kernels, of whole k tiles of 64 and with k split in equal parts, suit an aligned product ill."""
     m, n, k = product.m, product.n, product.k
-    small = min(m, n) >= 64 and m * n <= 8e5 and 288 <= k <= 16384
+    small = min(m, n) >= 64 and max(m, n) <= 2048 and m * n <= 8e5 and 288 <= k <= 16384
     long = min(m, n) >= 8 and m * n <= 1 << 17 and k >= 8192
     return (small and k % 64 != 0) or (long and k % 256 != 0)
 
@@ -507,7 +507,7 @@ def _is_small(product: Product, device: Device, finished: bool) -> bool:
         return True
     if min(m, n) < 256 or m * n < 1 << 17 or not 384 <= k <= 8192 or (k < 896 and m * n > 768 * 768):
         return False
-    if finished and k > 3072 and m * n < 1.4e6:
+    if k > 3072 and m * n < (1.4e6 if finished else 1 << 18):
         return False
     plan = _best_plan(product, device, finished)
     tile = plan.tile
