@@ -20,7 +20,7 @@ from jaxops.ops import _matmul_choice as choices
 
 CODES = {"f32": 11, "bf16": 16, "f16": 10, "f64": 12}
 
-#: The dtypes T and U of a kernel: ffi/core/types.cuh has the same pairs.
+#: The dtypes of an input and the result between which kernels exist: see `kernel_dtypes` in jaxops/_rows.py.
 PAIRS = [(t, t) for t in CODES] + [("bf16", "f32"), ("f32", "bf16"), ("f16", "f32"), ("f32", "f16")]
 
 #: At most so many elements and rows: enough for every block of a GPU to take several rows.

@@ -78,21 +78,34 @@ struct Axes {
       for (int slot = 0; slot < kSlots; ++slot) offsets[slot] = index * strides[0][slot];
     } else {
       for (int64_t& offset : offsets) offset = 0;
-      JAXOPS_ROLLED for (int axis = count - 1; axis > 0; --axis) {
-        int64_t position;
-        if (total <= std::numeric_limits<int32_t>::max()) {
-          const uint32_t n = static_cast<uint32_t>(index), quotient = divisors[axis].Divide(n);
-          position = n - quotient * divisors[axis].divisor;
-          index = quotient;
-        } else {
-          const int64_t quotient = DivideFar(index, sizes[axis]);
-          position = index - quotient * sizes[axis];
-          index = quotient;
-        }
+      ForEachAxis(index, [&](int axis, int64_t position) {
         for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += position * strides[axis][slot];
-      }
-      for (int slot = 0; slot < kSlots; ++slot) offsets[slot] += index * strides[0][slot];
+      });
     }
+  }
+  // The same in one of them.
+  JAXOPS_HOST_DEVICE int64_t Offset(int slot, int64_t index) const {
+    int64_t offset = 0;
+    ForEachAxis(index, [&](int axis, int64_t position) { offset += position * strides[axis][slot]; });
+    return offset;
+  }
+  // Calls visit(axis, position along it) for position `index`.
+  template <class Visit>
+  JAXOPS_HOST_DEVICE void ForEachAxis(int64_t index, const Visit& visit) const {
+    JAXOPS_ROLLED for (int axis = count - 1; axis > 0; --axis) {
+      int64_t position;
+      if (total <= std::numeric_limits<int32_t>::max()) {
+        const uint32_t n = static_cast<uint32_t>(index), quotient = divisors[axis].Divide(n);
+        position = n - quotient * divisors[axis].divisor;
+        index = quotient;
+      } else {
+        const int64_t quotient = DivideFar(index, sizes[axis]);
+        position = index - quotient * sizes[axis];
+        index = quotient;
+      }
+      visit(axis, position);
+    }
+    visit(0, index);
   }
 
   // The axes as one layout sees them.

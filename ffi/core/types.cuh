@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 
 #include "core/handler.h"
@@ -50,6 +51,32 @@ inline constexpr DataType kDataType<__half> = DataType::F16;
 template <>
 inline constexpr DataType kDataType<__nv_bfloat16> = DataType::BF16;
 
+// Stands for f32, f16 or bf16 in kernels whose tensors tell their dtypes at run time. Their elements are held as
+// floats.
+struct AnyFloat {
+  float value;
+};
+
+// Such a tensor.
+struct AnyTensor {
+  void* data = nullptr;  // null: absent
+  DataType type = DataType::F32;
+
+  __host__ __device__ explicit operator bool() const { return data; }
+  __device__ bool IsWide() const { return type == DataType::F32; }
+  __device__ AnyTensor operator+(int64_t elements) const {
+    return {static_cast<char*>(data) + elements * (IsWide() ? 4 : 2), type};
+  }
+};
+
+// How an op holds a tensor: a pointer, unless it tells its dtype.
+template <class T>
+using Tensor = std::conditional_t<std::is_same_v<std::remove_const_t<T>, AnyFloat>, AnyTensor, T*>;
+// What an element of it is in registers.
+template <class Tensor>
+using ElementOf =
+    std::conditional_t<std::is_same_v<Tensor, AnyTensor>, float, std::remove_const_t<std::remove_pointer_t<Tensor>>>;
+
 // The type in which T is summed and computed with.
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -72,9 +99,25 @@ Error VisitPair(const char* handler, DataType input, DataType output, const Visi
       [&]<class P> { return visit.template operator()<typename P::Input, typename P::Output>(); });
 }
 
+// Calls visit.operator()<T>() -> Error where both dtypes are T; where they differ, T is AnyFloat.
+template <class Visit>
+Error VisitDtype(const char* handler, DataType input, DataType output, const Visit& visit) {
+  return VisitPair(handler, input, output, [&]<class T, class U> {
+    return visit.template operator()<std::conditional_t<std::is_same_v<T, U>, T, AnyFloat>>();
+  });
+}
+
 template <class T>
-T* Data(const AnyBuffer& buffer) {
-  return static_cast<T*>(buffer.untyped_data());
+Tensor<T> Data(const AnyBuffer& buffer) {
+  if constexpr (std::is_same_v<Tensor<T>, AnyTensor>) {
+    return {buffer.untyped_data(), buffer.element_type()};
+  } else {
+    return static_cast<T*>(buffer.untyped_data());
+  }
+}
+template <class T>
+Tensor<T> DataOrNull(const std::optional<AnyBuffer>& buffer) {
+  return buffer ? Data<T>(*buffer) : Tensor<T>{};
 }
 
 // N consecutive elements, read and written in accesses of at most 16 bytes.

@@ -83,21 +83,19 @@ class FetchedRow : public Base {
   }
 
   // Begins to fetch the present rows' packs of an input. Rows of single elements are not fetched but read when wanted.
-  template <int kInput, class T>
-  __device__ void Fetch(const T* tensor) const {
+  template <int kInput, class Source>
+  __device__ void Fetch(const Source& tensor) const {
     if constexpr (kFetches) {
-      constexpr int kBytes = sizeof(T) * kV;
       const int end = min(this->columns(), this->limit_);
       const auto fetch = [&](int pack, int column) {
         const int64_t offset = this->Offset(0, pack, column);
-        int bytes = kBytes;
+        int inside = kV;
         if constexpr (Base::kShifted) {  // the tensor may end within the last row's last pack
-          const int64_t left = (this->geometry_.size - offset) * int64_t{sizeof(T)};
-          bytes = left < kBytes ? static_cast<int>(left) : kBytes;
+          inside = static_cast<int>(std::min<int64_t>(this->geometry_.size - offset, kV));
         }
-        if (Base::kPadded && !this->live(pack)) bytes = 0;
-        if (kFetchesZeros && column >= end) bytes = 0;
-        CopyAsync<kBytes>(stage_ + kInput * kInputStride + pack * kVectorStride, tensor + offset, bytes);
+        if (Base::kPadded && !this->live(pack)) inside = 0;
+        if (kFetchesZeros && column >= end) inside = 0;
+        CopyPackAsync<kV>(Slot<kInput>(pack), tensor + offset, inside);
       };
       if constexpr (kFetchesZeros) {
         this->ForEachPack(fetch);
@@ -108,20 +106,27 @@ class FetchedRow : public Base {
   }
 
   // Kept in registers where there is room, else read where it is wanted.
-  template <int kInput, class T>
-  __device__ auto Load(const T* tensor, T outside = T(0.0f)) const {
+  template <int kInput, class Source>
+  __device__ auto Load(const Source& tensor, ElementOf<Source> outside = ElementOf<Source>(0.0f)) const {
     if constexpr (!kFetches) {
       return Base::template Load<kInput>(tensor, outside);
     } else {
-      const auto fetched = [this, outside](int pack, int column) {
-        auto values = LoadShared<Pack<T, kV>>(stage_ + kInput * kInputStride + pack * kVectorStride);
+      const auto fetched = [this, tensor, outside](int pack, int column) {
+        auto values = LoadSharedPack<kV>(tensor, Slot<kInput>(pack));
         this->Clip(values, column, outside);
         return values;
       };
       if constexpr (P::kKept) {
-        typename Base::template Held<T> held;
+        typename Base::template Held<ElementOf<Source>> held;
         if constexpr (!Base::kPadded) held = {};
-        this->ForEachPack([&](int pack, int column) { held.packs[pack] = fetched(pack, column); });
+        if constexpr (std::is_same_v<Source, AnyTensor>) {
+          AnyPack<kV> read[Base::kHeldPacks] = {};
+          this->ForEachPack([&](int pack, int) { read[pack] = LoadShared<AnyPack<kV>>(Slot<kInput>(pack)); });
+          WidenAll(tensor, read, held.packs);
+          this->ClipEdges(held.packs, outside);
+        } else {
+          this->ForEachPack([&](int pack, int column) { held.packs[pack] = fetched(pack, column); });
+        }
         return held;
       } else {
         return [fetched](int pack, int column) {
@@ -131,16 +136,17 @@ class FetchedRow : public Base {
     }
   }
   // Rows to which something is added are not fetched.
-  template <class T>
-  __device__ auto LoadSum(const T* x, const T*, T*) const {
+  template <class Source, class Target>
+  __device__ auto LoadSum(const Source& x, const Source&, const Target&) const {
     return Load<0>(x);
   }
 
-  template <class T, class E>
-  __device__ void Store(T* tensor, const E& expression, A beyond = 0) const {
+  template <class Target, class E>
+  __device__ void Store(const Target& tensor, const E& expression, A beyond = 0) const {
     if constexpr (P::kStages > 1) {
       Base::Store(tensor, expression, beyond);
     } else {
+      using T = std::remove_pointer_t<Target>;
       static_assert(Base::kPadded && sizeof(T) * kV == 16);
       this->ForEachPack([&](int pack, int column) {
         this->Write(tensor, pack, column, ToPack<T, kV>(expression(pack, column)));
@@ -207,6 +213,12 @@ class FetchedRow : public Base {
   }
 
  private:
+  // Where a pack of the present rows is.
+  template <int kInput>
+  __device__ uint32_t Slot(int pack) const {
+    return stage_ + kInput * kInputStride + pack * kVectorStride;
+  }
+
   static constexpr int kMostInputs = 3;
   uint32_t slots_, stage_, parameters_;  // this thread's share of shared memory
   const void* inputs_[kMostInputs] = {};

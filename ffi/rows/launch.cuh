@@ -230,8 +230,8 @@ struct Mixed {
   using General = Types<>;
   using GeneralAcross = Types<>;
 };
-// Single elements instead of packs: what no other table takes, and f64.
-struct Elements {
+// f64 has single elements alone.
+struct NoPacks {
   using Plain = Types<>;
   using PlainAcross = Types<>;
   using PlainAcross16 = Types<>;
@@ -239,8 +239,19 @@ struct Elements {
   using General = Types<>;
   using GeneralAcross = Types<>;
 };
-using ElementAlong = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
-using ElementAcross = Types<StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
+// Single elements: what no table takes.
+struct SingleElements {
+  using Plain = Types<>;  // these are shifted
+  using General = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
+  using PlainAcross = Types<StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
+  using GeneralAcross = PlainAcross;
+};
+struct SingleDoubles {
+  using Plain = Types<Along<32, 4>, StreamedAlong<512>>;
+  using General = Types<StreamedAlong<512>>;
+  using PlainAcross = Types<>;
+  using GeneralAcross = SingleElements::GeneralAcross;
+};
 
 template <class T, class Op>
 using TablesOfOneInput = std::conditional_t<
@@ -251,9 +262,9 @@ template <class T, class Op>
 using TablesOfOptions = std::conditional_t<sizeof(T) == 2 && requires { requires Op::kMasksAlone; }, Masks16, Options>;
 template <class T, class U, class Op>
 using Tables = std::conditional_t<
-    std::is_same_v<Accumulator<T>, double> || (Op::kShort && !std::is_same_v<T, U>), Elements,
+    std::is_same_v<T, double>, NoPacks,
     std::conditional_t<
-        !std::is_same_v<T, U>, Mixed,
+        !std::is_same_v<T, U> || std::is_same_v<T, AnyFloat>, Mixed,
         std::conditional_t<Op::kShort && Op::kInputs == 1 && Op::kParameters == 0, TablesOfOptions<T, Op>,
                            std::conditional_t<Op::kShort || std::is_same_v<T, __half>, Short,
                                               std::conditional_t<Op::kInputs == 2,
@@ -344,15 +355,25 @@ bool LaunchPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots
       });
 }
 
-// Runs op(row) for every row of tensors of the dtypes T and U. Op::kInputs tensors are held at once; Op::kShort if the
-// body holds more than their packs. Op::kBroadcasts: the slots of operands that are read in packs, as bits.
-template <class T, class U, class Op, int kMore>
-cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape) {
+// The dtypes for which there are placements of all kinds.
+template <class T, class U = T>
+inline constexpr bool kTuned = std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16>;
+
+// The dtype of the kernels of single elements for tensors of T: they have nothing to gain from knowing it.
+template <class T>
+using Single = std::conditional_t<std::is_same_v<T, double>, double, AnyFloat>;
+
+// Runs op(row) for every row of tensors of the dtypes T and U, or single(row), the same for tensors of Single<T>.
+// Op::kInputs tensors are held at once; Op::kShort if the body holds more than their packs. Op::kBroadcasts: the slots
+// of operands that are read in packs, as bits.
+template <class T, class U, class Op, class SingleOp, int kMore>
+cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape) {
   using A = Accumulator<T>;
   using Table = Tables<T, U, Op>;
+  using SingleTable = std::conditional_t<std::is_same_v<T, double>, SingleDoubles, SingleElements>;
   if (shape.size() == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
-  const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
+  const Layouts<SingleOp::kSlots> elements(shape, 1, SingleOp::kBroadcasts);
   bool done = false;
   if (shape.across) {
     constexpr int kV = kPackAcross<T, U>;
@@ -364,7 +385,12 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape<kMore>&
     } else if (packs.aligned) {
       done = LaunchPlacement<typename Table::GeneralAcross, kV, Lay::kGeneral, A>(stream, op, packs, &status);
     }
-    if (!done) LaunchPlacement<ElementAcross, 1, Lay::kGeneral, A>(stream, op, elements, &status);
+    if (!done && elements.plain) {
+      done = LaunchPlacement<typename SingleTable::PlainAcross, 1, Lay::kPlain, A>(stream, single, elements, &status);
+    }
+    if (!done) {
+      LaunchPlacement<typename SingleTable::GeneralAcross, 1, Lay::kGeneral, A>(stream, single, elements, &status);
+    }
     return status;
   }
   constexpr int kV = kPackOf<T, U>;
@@ -377,21 +403,24 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const RowShape<kMore>&
   if (!done && shape.columns.count == 1) {
     done = LaunchPlacement<typename Table::Shifted, kV, Lay::kShifted, A>(stream, op, packs, &status);
   }
-  if (!done) LaunchPlacement<ElementAlong, 1, Lay::kGeneral, A>(stream, op, elements, &status);
+  if (!done && elements.plain) {
+    done = LaunchPlacement<typename SingleTable::Plain, 1, Lay::kPlain, A>(stream, single, elements, &status);
+  }
+  if (!done) LaunchPlacement<typename SingleTable::General, 1, Lay::kGeneral, A>(stream, single, elements, &status);
   return status;
 }
 
 // The same for the commonest rows alone, in kernels with less to do: false unless they are plain, of adjacent elements,
-// and of one dtype that is not f16.
-template <class T, class U, class Op, int kMore>
+// and of a tuned dtype.
+template <class T, class Op, int kMore>
 bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape, cudaError_t* status) {
-  using A = Accumulator<T>;
-  if constexpr (std::is_same_v<T, U> && !std::is_same_v<A, double> && !std::is_same_v<T, __half>) {
-    constexpr int kV = kPackOf<T, U>;
+  if constexpr (kTuned<T>) {
+    using A = Accumulator<T>;
+    constexpr int kV = kPackOf<T>;
     if (shape.across || shape.size() == 0) return false;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     return layouts.plain &&
-           LaunchPlacement<typename Tables<T, U, Op>::Plain, kV, Lay::kPlain, A>(stream, op, layouts, status);
+           LaunchPlacement<typename Tables<T, T, Op>::Plain, kV, Lay::kPlain, A>(stream, op, layouts, status);
   }
   return false;
 }
@@ -402,11 +431,6 @@ inline Error CheckAlignment(const char* handler, std::initializer_list<std::opti
     if (buffer && !IsAligned(buffer->untyped_data())) return Invalid(handler, "a buffer is not 16-byte aligned");
   }
   return Error::Success();
-}
-
-template <class T>
-T* DataOrNull(const std::optional<AnyBuffer>& buffer) {
-  return buffer ? static_cast<T*>(buffer->untyped_data()) : nullptr;
 }
 
 }  // namespace jaxops::rows

@@ -104,46 +104,47 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   // A tensor of x's shape. `outside`, what stands in the packs beyond a row's
   // edges, should leave its reductions alone. kInput: the tensor's number among
   // the op's inputs, for rows that are fetched ahead.
-  template <int kInput = 0, class T>
-  __device__ auto Load(const T* tensor, T outside = T(0.0f)) const {
+  template <int kInput = 0, class Source>
+  __device__ auto Load(const Source& tensor, ElementOf<Source> outside = ElementOf<Source>(0.0f)) const {
     if constexpr (kHeld) {
-      Held<T> held = {};
-      ForEachPack([&](int pack, int column) { held.packs[pack] = Read(tensor, pack, column); });
+      Held<ElementOf<Source>> held = {};
+      this->ReadAll(tensor, held.packs);
       this->ClipEdges(held.packs, outside);
       return held;
     } else {
       return [this, tensor, outside](int pack, int column) {
-        Pack<T, kV> values = Read(tensor, pack, column);
+        auto values = Read(tensor, pack, column);
         Clip(values, column, outside);
         return [=](int i) { return values.template Widen<A>(i); };
       };
     }
   }
 
-  template <class T>
-  static __device__ Pack<T, kV> AddPacks(const Pack<T, kV>& a, const Pack<T, kV>& b) {
-    return ToPack<T, kV>([&](int i) { return a.template Widen<A>(i) + b.template Widen<A>(i); });
+  // Rounded as the elements of a tensor are.
+  template <class Source, class T>
+  static __device__ Pack<T, kV> AddPacks(const Source& like, const Pack<T, kV>& a, const Pack<T, kV>& b) {
+    return RoundTo<kV>(like, [&](int i) { return a.template Widen<A>(i) + b.template Widen<A>(i); });
   }
 
   // x + residual, rounded to their dtype and stored as the sum; x alone if
   // there is no residual.
-  template <class T>
-  __device__ auto LoadSum(const T* x, const T* residual, T* sum) const {
+  template <class Source, class Target>
+  __device__ auto LoadSum(const Source& x, const Source& residual, const Target& sum) const {
     if constexpr (kHeld) {
-      Held<T> held = Load(x);
+      auto held = Load(x);
       if (residual) {
-        const Held<T> added = Load(residual);
+        const auto added = Load(residual);
         ForEachPack([&](int pack, int column) {
-          held.packs[pack] = AddPacks(held.packs[pack], added.packs[pack]);
+          held.packs[pack] = AddPacks(x, held.packs[pack], added.packs[pack]);
           Write(sum, pack, column, held.packs[pack]);
         });
       }
       return held;
     } else {
       const auto read = [=, this](int pack, int column) {
-        Pack<T, kV> values = Read(x, pack, column);
-        if (residual) values = AddPacks(values, Read(residual, pack, column));
-        Clip(values, column, T(0.0f));
+        auto values = Read(x, pack, column);
+        if (residual) values = AddPacks(x, values, Read(residual, pack, column));
+        Clip(values, column, ElementOf<Source>(0.0f));
         return values;
       };
       if (residual) ForEachPack([&](int pack, int column) { Write(sum, pack, column, read(pack, column)); });
@@ -202,7 +203,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   // A broadcast operand of any floating dtype, as values of the accumulator's;
   // `absent` if there is none.
   template <int kSlot>
-  __device__ Pack<A, kV> ReadOperand(const Operand& operand, int pack, int column, A absent) const {
+  __device__ Pack<A, kV> ReadOperand(const AnyTensor& operand, int pack, int column, A absent) const {
     Pack<A, kV> values;
     const auto widen = [&](const auto& narrow) {
 #pragma unroll
@@ -224,7 +225,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   // What `combine` makes of a broadcast operand of any floating dtype, held: combine(values) -> Held<A>; `absent` if
   // there is none. The dtype is asked for once, not for each pack: else no read could start before the last had ended.
   template <int kSlot, class Combine>
-  __device__ Held<A> CombineOperand(const Operand& operand, A absent, const Combine& combine) const {
+  __device__ Held<A> CombineOperand(const AnyTensor& operand, A absent, const Combine& combine) const {
     const auto read = [&]<class T>(const T* data) {
       Held<T> values = {};
       ForEachPack(
@@ -256,8 +257,14 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   }
 
   // Stores an expression; `beyond` in the columns that are left out.
-  template <class T, class E>
-  __device__ void Store(T* tensor, const E& expression, A beyond = 0) const {
+  template <class Target, class E>
+  __device__ void Store(const Target& tensor, const E& expression, A beyond = 0) const {
+    using T = ElementOf<Target>;
+    if constexpr (kHeld && std::is_same_v<Target, AnyTensor>) {
+      const auto values = Keep(expression);
+      VisitPointer(tensor, [&](auto* data) { Store(data, values, beyond); });
+      return;
+    }
     ForEachPack([&](int pack, int column) { Write(tensor, pack, column, ToPack<T, kV>(expression(pack, column))); });
     if (this->limit_ >= columns()) return;
     const Pack<T, kV> values = ToPack<T, kV>([=](int) { return beyond; });

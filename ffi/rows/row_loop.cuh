@@ -118,7 +118,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
     if (first < end) {
       turn(ahead, first);
       ahead.SetStage(stage);
-      op.ForEachInput([&]<int kInput>(const auto* tensor) { ahead.template Fetch<kInput>(tensor); });
+      op.ForEachInput([&]<int kInput>(const auto& tensor) { ahead.template Fetch<kInput>(tensor); });
     }
     CommitCopies();
   };
@@ -126,7 +126,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
 #pragma unroll
   for (int k = 0; k < std::max(kStages - 1, 1); ++k) fetch(ahead, begin + k * step, k);
   if constexpr (kStages == 1) {
-    op.ForEachInput([&]<int kInput>(const auto* tensor) { row.template SetInput<kInput>(tensor); });
+    op.ForEachInput([&]<int kInput>(const auto& tensor) { row.template SetInput<kInput>(tensor); });
   }
   turn(row, begin);
   const auto parameters = op.Parameters(row);
@@ -361,16 +361,17 @@ bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSl
       });
 }
 
-// Runs op over the rows and puts the sums over each group's rows into the results. False if there is no placement for
-// these tensors, or the op's parameters change along the rows of a group.
-template <class T, class U, class Op, int kMore>
-bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
+// Runs op, or single (see LaunchRows), over the rows and puts the sums over each group's rows into the results. False
+// if there is no placement for these tensors, or the op's parameters change along the rows of a group.
+template <class T, class U, class Op, class SingleOp, int kMore>
+bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape,
                    const SumResults<Accumulator<T>>& results, cudaError_t* status) {
   using A = Accumulator<T>;
+  static_assert(Op::kSlots == SingleOp::kSlots && Op::kBroadcasts == SingleOp::kBroadcasts);
   const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
-  if constexpr (!std::is_same_v<A, double>) {
+  if constexpr (!std::is_same_v<T, double>) {
     constexpr int kV = kPackOf<T, U>;
-    constexpr bool kFull = std::is_same_v<T, U> && !std::is_same_v<T, __half> && !Op::kShort;
+    constexpr bool kFull = kTuned<T, U> && !Op::kShort;
     using Packs = std::conditional_t<kFull, SumPlacements<T, Op::kSums>, ShortSumPlacements>;
     using ShiftedPacks = std::conditional_t<kFull, ShiftedSumPlacements, ShortSumPlacements>;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
@@ -388,7 +389,7 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& sha
     }
     if (done) return true;
   }
-  return LaunchSumPlacement<ElementSumPlacements, 1, Lay::kGeneral, A>(stream, op, elements, results, status);
+  return LaunchSumPlacement<ElementSumPlacements, 1, Lay::kGeneral, A>(stream, single, elements, results, status);
 }
 
 // Blocks that stay while rows go by, in one group.
@@ -443,8 +444,8 @@ using LongStaged = Types<Staged<Along<128, 50, 1, 16, 2>, kBytes, 3, 29>,  // 10
 // up to so many, a kernel that holds a row and ends is as fast.
 template <class Tables, class T, class U, class Op, int kMore>
 bool LaunchRowStream(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape, cudaError_t* status) {
-  using A = Accumulator<T>;
-  if constexpr (std::is_same_v<T, U> && !std::is_same_v<A, double> && !std::is_same_v<T, __half>) {
+  if constexpr (kTuned<T, U>) {
+    using A = Accumulator<T>;
     constexpr int kV = kPackOf<T, U>;
     if (shape.across) return false;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);

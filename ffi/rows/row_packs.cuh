@@ -7,41 +7,13 @@
 #include <limits>
 #include <utility>
 
-#include "core/vector_store.cuh"
 #include "rows/exchange.cuh"
 #include "rows/geometry.cuh"
+#include "rows/pack_access.cuh"
 
 namespace jaxops::rows {
 
-// A broadcast operand: its layout's slot, its data (null: absent) and their
-// dtype.
-struct Operand {
-  const void* data = nullptr;
-  DataType type = DataType::F32;
-};
-
-// Reads through the cache for data that does not change; every operand of a
-// kernel is such data.
-template <class T, int N>
-__device__ Pack<T, N> ReadPack(const T* source) {
-  Pack<T, N> out;
-  constexpr int kBytes = sizeof(out);
-  if constexpr (kBytes >= 16) {
-#pragma unroll
-    for (int i = 0; i < kBytes / 16; ++i)
-      reinterpret_cast<uint4*>(&out)[i] = __ldg(reinterpret_cast<const uint4*>(source) + i);
-  } else if constexpr (kBytes == 8) {
-    reinterpret_cast<uint2&>(out) = __ldg(reinterpret_cast<const uint2*>(source));
-  } else if constexpr (kBytes == 4) {
-    reinterpret_cast<uint32_t&>(out) = __ldg(reinterpret_cast<const uint32_t*>(source));
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) out.Set(i, source[i]);
-  }
-  return out;
-}
-
-// The same from any address, for words of 4 bytes: out of the aligned vectors
+// A pack from any address, for words of 4 bytes: out of the aligned vectors
 // around them, as far as they hold one of the words [first, end), counted from
 // the source; zeros elsewhere. An aligned vector that holds a word of an array
 // lies in its allocation.
@@ -53,7 +25,7 @@ __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
 #pragma unroll
   for (int v = 0; v <= N / 4; ++v) {
     const int word = 4 * v - behind;
-    if (word + 3 >= first && word < end) around[v] = ReadPack<T, 4>(source + word);
+    if (word + 3 >= first && word < end) around[v] = ReadPack<4>(source + word);
   }
   T words[N + 3];
 #pragma unroll
@@ -217,12 +189,25 @@ class RowPacks {
   template <class T>
   __device__ Pack<T, kV> Read(const T* tensor, int pack, int column) const {
     const int64_t offset = Offset(0, pack, column);
-    if (!kShifted || column + kV <= readable_[pack / kPerRow]) return ReadPack<T, kV>(tensor + offset);
+    if (!kShifted || column + kV <= readable_[pack / kPerRow]) return ReadPack<kV>(tensor + offset);
     Pack<T, kV> values = {};
 #pragma unroll
     for (int i = 0; i < kV; ++i)
       if (offset + i < geometry_.size) values.Set(i, tensor[offset + i]);
     return values;
+  }
+  __device__ Pack<float, kV> Read(const AnyTensor& tensor, int pack, int column) const {
+    return ReadAny(tensor, pack, column).Widen(tensor.type);
+  }
+  // All packs of held rows.
+  template <class T>
+  __device__ void ReadAll(const T* tensor, Pack<T, kV> (&packs)[kHeldPacks]) const {
+    ForEachPack([&](int pack, int column) { packs[pack] = Read(tensor, pack, column); });
+  }
+  __device__ void ReadAll(const AnyTensor& tensor, Pack<float, kV> (&packs)[kHeldPacks]) const {
+    AnyPack<kV> read[kHeldPacks] = {};
+    ForEachPack([&](int pack, int column) { read[pack] = ReadAny(tensor, pack, column); });
+    WidenAll(tensor, read, packs);
   }
 
   // Puts `outside` where a pack overlaps the row's edges.
@@ -263,9 +248,9 @@ class RowPacks {
       if (step == 1) return ReadUnaligned<T, kV>(source, -column, columns() - column);
     }
     if constexpr (kLay == Lay::kPlain && !P::kAcross) {
-      return ReadPack<T, kV>(source);
+      return ReadPack<kV>(source);
     } else {
-      if (kLay == Lay::kPlain && step != 0) return ReadPack<T, kV>(source);
+      if (kLay == Lay::kPlain && step != 0) return ReadPack<kV>(source);
       Pack<T, kV> values = {};
 #pragma unroll
       for (int i = 0; i < kV; ++i)
@@ -288,27 +273,28 @@ class RowPacks {
   // The offset in a layout of the first row's column 0.
   __device__ int64_t Origin(int slot) const { return offsets_[0][slot] - FirstColumn(0) * ColumnStride(slot); }
 
-  template <class T>
-  __device__ void Write(T* tensor, int pack, int column, const Pack<T, kV>& values) const {
+  template <class Target>
+  __device__ void Write(const Target& tensor, int pack, int column, const Pack<ElementOf<Target>, kV>& values) const {
     if (!live(pack) || (kPadded && !Begins(pack, column))) return;
-    T* const target = tensor + Offset(0, pack, column);
+    const Target target = tensor + Offset(0, pack, column);
     if constexpr (P::kBackwards) {
-      StoreVectorOnce(reinterpret_cast<Pack<T, kV>*>(target), values);
+      StoreVectorOnce(reinterpret_cast<Pack<ElementOf<Target>, kV>*>(target), values);
     } else if (Whole(column)) {
-      auto* const to = reinterpret_cast<Pack<T, kV>*>(target);
-      if constexpr (kHeld || P::kAcross) {
-        StoreVector(to, values);
-      } else {
-        *to = values;
-      }
+      WritePack<kHeld || P::kAcross>(target, values);
     } else {
 #pragma unroll
       for (int i = 0; i < kV; ++i)
-        if (Inside(column, i)) target[i] = values.Get(i);
+        if (Inside(column, i)) WriteElement(target + i, values.Get(i));
     }
   }
 
  protected:
+  __device__ AnyPack<kV> ReadAny(const AnyTensor& tensor, int pack, int column) const {
+    const int64_t offset = Offset(0, pack, column);
+    if (!kShifted || column + kV <= readable_[pack / kPerRow]) return ReadAnyPack<kV>(tensor + offset);
+    return ReadAnyPack<kV>(tensor + offset, static_cast<int>(geometry_.size - offset));
+  }
+
   static constexpr int kRun = 16;
   // Packs of a streamed row that are read at once. What is not plain takes several times the instructions a pack:
   // unrolled four times it would be a third of a kernel's file.

@@ -61,7 +61,7 @@ class SplitRow : public Row<P, kV, Lay::kPlain, A, GeometryOf<Op::kSlots, Lay::k
     for (int part = threadIdx.x / P::kTeams; part < parts_.count; part += P::kLanes) {
       Pack<A, kV> found[Part::kCount];
 #pragma unroll
-      for (int k = 0; k < Part::kCount; ++k) found[k] = ReadPack<A, kV>(Place<Part>(part, k));
+      for (int k = 0; k < Part::kCount; ++k) found[k] = ReadPack<kV>(Place<Part>(part, k));
 #pragma unroll
       for (int r = 0; r < kV; ++r) {
         Values<A, Part::kCount> values;
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
 template <class T, class U, class Op, int kMore>
 bool LaunchSplitRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape, int64_t count, void* workspace,
                      cudaError_t* status) {
-  using A = Accumulator<T>;
-  if constexpr (std::is_same_v<T, U> && !std::is_same_v<A, double>) {
+  if constexpr (std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16, __half>) {
+    using A = Accumulator<T>;
     using P = SplitAcross<16, 16, 8, 4>;
     using F = SplitAcross<16, 16, 8, 4, /*kBackwards=*/true>;
     using G = GeometryOf<Op::kSlots, Lay::kPlain>;

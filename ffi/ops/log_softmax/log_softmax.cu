@@ -12,7 +12,7 @@ struct LogSoftmaxForward : LogitsForward<LogSoftmaxForward<kGiven, T, U>, kGiven
   A *max_out, *total_out;  // null if they are not wanted
 
   explicit LogSoftmaxForward(const LogitsCall& call)
-      : Base(call), max_out(rows::DataOrNull<A>(call.max)), total_out(rows::DataOrNull<A>(call.total)) {}
+      : Base(call), max_out(DataOrNull<A>(call.max)), total_out(DataOrNull<A>(call.total)) {}
 
   __device__ void Finish(const auto& row, const auto& z, const auto& visible, const auto& sums) const {
     constexpr A kMasked = -std::numeric_limits<A>::infinity();
@@ -38,17 +38,17 @@ struct LogSoftmaxForward : LogitsForward<LogSoftmaxForward<kGiven, T, U>, kGiven
 template <Given kGiven, class T, class U>
 struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
   using A = Accumulator<T>;
-  static constexpr bool kNone = kGiven == Given::kNone;
+  using LogitsOp<kGiven, 2, /*kRowValues=*/true>::kNone;
   LogitsOptions<kGiven, A> options;
-  const T* x;
-  const U* dy;
-  T* dx;
+  Tensor<const T> x;
+  Tensor<const U> dy;
+  Tensor<T> dx;
   const A *max, *total;
 
   LogSoftmaxBackward(const LogitsCall& call)
       : options(call),
-        x(Data<T>(*call.x)),
-        dy(Data<U>(*call.dy)),
+        x(Data<const T>(*call.x)),
+        dy(Data<const U>(*call.dy)),
         dx(Data<T>(*call.y)),
         max(Data<A>(*call.max)),
         total(Data<A>(*call.total)) {}

@@ -19,14 +19,14 @@ struct LogitsOptions {
   static constexpr bool kNone = kGiven == Given::kNone;
 
   const A* scale;
-  rows::Operand bias;
+  AnyTensor bias;
   const uint8_t* where;
   bool causal;
 
   explicit LogitsOptions(const LogitsCall& call)
-      : scale(rows::DataOrNull<A>(call.scale)),
-        bias{rows::DataOrNull<void>(call.bias), call.bias ? call.bias->element_type() : kDataType<A>},
-        where(rows::DataOrNull<uint8_t>(call.where)),
+      : scale(DataOrNull<A>(call.scale)),
+        bias(DataOrNull<AnyFloat>(call.bias)),
+        where(DataOrNull<uint8_t>(call.where)),
         causal(call.causal) {}
 
   // Which of a pack's entries causality leaves: bit i is that of position i. Entries beyond the row's edges are masked.
@@ -161,8 +161,9 @@ struct LogitsOptions {
 
   // The logits x scale + bias, -inf where they are masked; and which are not. kKept: the latter will be asked for more
   // than rarely.
-  template <bool kKept = true, class T, class Row>
-  __device__ auto Load(const Row& row, const T* x) const {
+  template <bool kKept = true, class Row, class Source>
+  __device__ auto Load(const Row& row, const Source& x) const {
+    using T = ElementOf<Source>;
     constexpr A kMasked = -std::numeric_limits<A>::infinity();
     const auto logit = [](A value, bool seen, A s, A b) { return seen ? value * s + b : kMasked; };
     if constexpr (kNone) {
@@ -271,10 +272,10 @@ template <class Op, Given kGiven, class T, class U, bool kRowValues = false>
 struct LogitsForward : LogitsOp<kGiven, 1, kRowValues> {
   using A = Accumulator<T>;
   LogitsOptions<kGiven, A> options;
-  const T* x;
-  U* y;
+  Tensor<const T> x;
+  Tensor<U> y;
 
-  explicit LogitsForward(const LogitsCall& call) : options(call), x(Data<T>(*call.x)), y(Data<U>(*call.y)) {}
+  explicit LogitsForward(const LogitsCall& call) : options(call), x(Data<const T>(*call.x)), y(Data<U>(*call.y)) {}
 
   __device__ void operator()(auto& row) const {
     options.Narrow(row);
@@ -325,16 +326,6 @@ struct LogitsStreams {
   using Shifted = Types<>;
 };
 
-// Runs an op without options.
-template <class T, class U, class Op>
-cudaError_t LaunchLogits(cudaStream_t stream, const Op& op, const LogitsCall& call) {
-  cudaError_t status = cudaSuccess;
-  const bool done = (call.parts && rows::LaunchSplitRows<T, U>(stream, op, call.shape, call.parts->dimensions()[0],
-                                                               call.parts->untyped_data(), &status)) ||
-                    rows::LaunchRowStream<LogitsStreams<Op::kInputs, sizeof(T)>, T, U>(stream, op, call.shape, &status);
-  return done ? status : rows::LaunchRows<T, U>(stream, op, call.shape);
-}
-
 // ParseLogits for the kernels, which count from a query to its keys in 32 bits.
 inline Error ParseLogitsOnDevice(const char* handler, bool backward, const LogitsAttributes& attributes,
                                  const ffi::RemainingArgs& args, const ffi::RemainingRets& results, LogitsCall* call) {
@@ -346,6 +337,22 @@ inline Error ParseLogitsOnDevice(const char* handler, bool backward, const Logit
   return Invalid(handler, "causal with 2^31 - 1 or more queries or keys");
 }
 
+// Runs Op<kGiven, T, U>(call).
+template <template <Given, class, class> class Op, Given kGiven, class T, class U>
+cudaError_t LaunchLogits(cudaStream_t stream, const LogitsCall& call) {
+  using S = rows::Single<T>;
+  const Op<kGiven, T, U> op(call);
+  if constexpr (kGiven == Given::kNone) {
+    using Streams = LogitsStreams<Op<kGiven, T, U>::kInputs, sizeof(T)>;
+    cudaError_t status = cudaSuccess;
+    const bool done = (call.parts && rows::LaunchSplitRows<T, U>(stream, op, call.shape, call.parts->dimensions()[0],
+                                                                 call.parts->untyped_data(), &status)) ||
+                      rows::LaunchRowStream<Streams, T, U>(stream, op, call.shape, &status);
+    if (done) return status;
+  }
+  return rows::LaunchRows<T, U>(stream, op, Op<kGiven, S, S>(call), call.shape);
+}
+
 template <template <Given, class, class> class Op>
 Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
@@ -353,38 +360,46 @@ Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::Remaini
   JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice(handler, false, attributes, args, results, &call));
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
       handler, {call.x, call.scale, call.bias, call.where, call.y, call.max, call.total, call.parts}));
-  return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
-    if (call.has_options()) {
+  const DataType input = call.x->element_type(), output = call.y->element_type();
+  if (call.has_options()) {
+    return VisitDtype(handler, input, output, [&]<class T> {
       cudaError_t status = cudaSuccess;
-      if (!call.bias && rows::LaunchPlainRows<T, U>(stream, Op<Given::kMasks, T, U>(call), call.shape, &status)) {
-        return FromCuda(handler, status);
-      }
-      return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape));
-    }
-    return FromCuda(handler, LaunchLogits<T, U>(stream, Op<Given::kNone, T, U>(call), call));
+      const bool done =
+          !call.bias && rows::LaunchPlainRows<T>(stream, Op<Given::kMasks, T, T>(call), call.shape, &status);
+      return FromCuda(handler, done ? status : LaunchLogits<Op, Given::kAny, T, T>(stream, call));
+    });
+  }
+  return VisitPair(handler, input, output, [&]<class T, class U> {
+    return FromCuda(handler, LaunchLogits<Op, Given::kNone, T, U>(stream, call));
   });
 }
 
-// first and second have the dtypes T and U of Op<kGiven, T, U>, which sums dz over rows where dbias is wanted.
+// The dtypes of first and second choose T and U of Op<kGiven, T, U>, which sums dz over rows where dbias is wanted.
 template <template <Given, class, class> class Op>
 Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
                      const AnyBuffer& second) {
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
       handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y, call.parts}));
-  return VisitPair(handler, first.element_type(), second.element_type(), [&]<class T, class U> {
-    if (call.sums.count) {
+  const DataType one = first.element_type(), other = second.element_type();
+  if (call.sums.count) {
+    return VisitDtype(handler, one, other, [&]<class T> {
+      using S = rows::Single<T>;
       const rows::SumResults<Accumulator<T>> sums(call.sums, call.shape, true, false);
       if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
       cudaError_t status = cudaSuccess;
-      if (!rows::LaunchRowSums<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape, sums, &status)) {
+      const Op<Given::kAny, T, T> op(call);
+      if (!rows::LaunchRowSums<T, T>(stream, op, Op<Given::kAny, S, S>(call), call.shape, sums, &status)) {
         return Invalid(handler, "no kernel sums the bias gradient over rows of this length");
       }
       return FromCuda(handler, status);
-    }
-    if (call.has_options()) {
-      return FromCuda(handler, rows::LaunchRows<T, U>(stream, Op<Given::kAny, T, U>(call), call.shape));
-    }
-    return FromCuda(handler, LaunchLogits<T, U>(stream, Op<Given::kNone, T, U>(call), call));
+    });
+  }
+  if (call.has_options()) {
+    return VisitDtype(handler, one, other,
+                      [&]<class T> { return FromCuda(handler, LaunchLogits<Op, Given::kAny, T, T>(stream, call)); });
+  }
+  return VisitPair(handler, one, other, [&]<class T, class U> {
+    return FromCuda(handler, LaunchLogits<Op, Given::kNone, T, U>(stream, call));
   });
 }
 

@@ -44,12 +44,12 @@ struct NormForwardOp {
   static constexpr int kParameters = kCentred ? 2 : 1;
   static constexpr bool kShort = kWhere, kPadded = true;
 
-  const T *x, *residual;
+  Tensor<const T> x, residual;
   const A *scale, *bias;
   const uint8_t* where;
   A epsilon;
-  U* y;
-  T* sum;
+  Tensor<U> y;
+  Tensor<T> sum;
   A *mean_out, *rstd_out;
 
   template <class Visit>
@@ -122,13 +122,12 @@ struct NormBackwardOp {
   static constexpr int kParameters = 1, kSums = kCentred ? 2 : 1, kSumSlot = Slot::kSum;
   static constexpr bool kShort = kWhere, kPadded = true;
 
-  const T* x;
-  const U* dy;
-  const T* dsum;
+  Tensor<const T> x, dsum;
+  Tensor<const U> dy;
   const A* scale;
   const uint8_t* where;
   const A *mean, *rstd;
-  T* dx;
+  Tensor<T> dx;
 
   template <class Visit>
   __device__ void ForEachInput(const Visit& visit) const {
@@ -224,18 +223,17 @@ struct NormBackwardOp {
 };
 
 // dscale = sum(dy x^), dbias = sum(dy), over the rows of a group.
-template <bool kCentred, class T, class U>
+template <bool kCentred, class T>
 struct ParameterGradients {
   using A = Accumulator<T>;
   static constexpr int kSlots = Slot::kSlots, kSums = kCentred ? 2 : 1, kSumSlot = Slot::kSum;
-  const T* x;
-  const U* dy;
+  Tensor<const T> x, dy;
   const A *mean, *rstd;
 
   __device__ Pack<A, kSums> operator()(const int64_t (&offsets)[kSlots]) const {
-    const A g = static_cast<A>(dy[offsets[Slot::kFull]]);
+    const A g = static_cast<A>(rows::ReadElement(dy + offsets[Slot::kFull]));
     const A m = kCentred ? mean[offsets[Slot::kRow]] : A{0}, r = rstd[offsets[Slot::kRow]];
-    const A dscale = g * ((static_cast<A>(x[offsets[Slot::kFull]]) - m) * r);
+    const A dscale = g * ((static_cast<A>(rows::ReadElement(x + offsets[Slot::kFull])) - m) * r);
     if constexpr (kCentred) {
       return {dscale, g};
     } else {
@@ -292,34 +290,39 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
   if (has_where && !kCentred) return Invalid(handler, "takes no where");
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
       handler, {call.x, call.residual, call.scale, call.bias, call.where, call.y, call.sum, call.mean, call.rstd}));
-  return VisitPair(handler, call.x->element_type(), call.y->element_type(), [&]<class T, class U> {
+  const auto make = [&]<bool kWhere, class T, class U> {
     using A = Accumulator<T>;
-    const auto launch = [&]<bool kWhere> {
-      const NormForwardOp<kCentred, kWhere, T, U> op = {
-          .x = Data<T>(*call.x),
-          .residual = rows::DataOrNull<T>(call.residual),
-          .scale = rows::DataOrNull<A>(call.scale),
-          .bias = rows::DataOrNull<A>(call.bias),
-          .where = rows::DataOrNull<uint8_t>(call.where),
-          .epsilon = static_cast<A>(epsilon),
-          .y = Data<U>(*call.y),
-          .sum = rows::DataOrNull<T>(call.sum),
-          .mean_out = rows::DataOrNull<A>(call.mean),
-          .rstd_out = rows::DataOrNull<A>(call.rstd),
-      };
-      if constexpr (!kWhere) {
-        cudaError_t status = cudaSuccess;
-        const bool streamed = (call.scale || call.bias) && !call.residual &&
-                              rows::LaunchRowStream<NormStreams<kCentred, T>, T, U>(stream, op, call.shape, &status);
-        if (streamed) return FromCuda(handler, status);
-      }
-      return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, call.shape));
+    return NormForwardOp<kCentred, kWhere, T, U>{
+        .x = Data<const T>(*call.x),
+        .residual = DataOrNull<const T>(call.residual),
+        .scale = DataOrNull<const A>(call.scale),
+        .bias = DataOrNull<const A>(call.bias),
+        .where = DataOrNull<const uint8_t>(call.where),
+        .epsilon = static_cast<A>(epsilon),
+        .y = Data<U>(*call.y),
+        .sum = DataOrNull<T>(call.sum),
+        .mean_out = DataOrNull<A>(call.mean),
+        .rstd_out = DataOrNull<A>(call.rstd),
     };
-    if constexpr (kCentred) {
-      if (has_where) return launch.template operator()<true>();
+  };
+  const auto launch = [&]<bool kWhere, class T, class U> {
+    using S = rows::Single<T>;
+    const auto op = make.template operator()<kWhere, T, U>();
+    if constexpr (!kWhere) {
+      cudaError_t status = cudaSuccess;
+      const bool streamed = (call.scale || call.bias) && !call.residual &&
+                            rows::LaunchRowStream<NormStreams<kCentred, T>, T, U>(stream, op, call.shape, &status);
+      if (streamed) return FromCuda(handler, status);
     }
-    return launch.template operator()<false>();
-  });
+    const auto single = make.template operator()<kWhere, S, S>();
+    return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, single, call.shape));
+  };
+  const DataType input = call.x->element_type(), output = call.y->element_type();
+  if constexpr (kCentred) {
+    if (has_where)
+      return VisitDtype(handler, input, output, [&]<class T> { return launch.template operator()<true, T, T>(); });
+  }
+  return VisitPair(handler, input, output, [&]<class T, class U> { return launch.template operator()<false, T, U>(); });
 }
 
 template <bool kCentred>
@@ -337,37 +340,44 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
   if ((has_where || has_dbias) && !kCentred) return Invalid(handler, "takes no where and has no bias");
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
       handler, {call.x, call.scale, call.where, call.mean, call.rstd, call.dy, call.dsum, call.dx}));
-  return VisitPair(handler, call.x->element_type(), call.dy->element_type(), [&]<class T, class U> {
+  const auto make = [&]<bool kWhere, class T, class U> {
     using A = Accumulator<T>;
-    const auto launch = [&]<bool kWhere> {
-      const NormBackwardOp<kCentred, kWhere, T, U> op = {
-          .x = Data<T>(*call.x),
-          .dy = Data<U>(*call.dy),
-          .dsum = rows::DataOrNull<T>(call.dsum),
-          .scale = rows::DataOrNull<A>(call.scale),
-          .where = rows::DataOrNull<uint8_t>(call.where),
-          .mean = rows::DataOrNull<A>(call.mean),
-          .rstd = rows::DataOrNull<A>(call.rstd),
-          .dx = Data<T>(*call.dx),
-      };
-      const rows::SumResults<A> sums(call.sums, call.shape, has_dscale, has_dbias);
-      if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
-      cudaError_t status = cudaSuccess;
-      if constexpr (!kWhere) {
-        const bool looped =
-            call.sums.count && !call.shape.across && rows::LaunchRowSums<T, U>(stream, op, call.shape, sums, &status);
-        if (looped) return FromCuda(handler, status);
-      }
-      status = rows::LaunchRows<T, U>(stream, op, call.ungrouped);
-      if (status != cudaSuccess || call.sums.count == 0) return FromCuda(handler, status);
-      const ParameterGradients<kCentred, T, U> gradients = {.x = op.x, .dy = op.dy, .mean = op.mean, .rstd = op.rstd};
-      return FromCuda(handler, rows::LaunchColumnSums<A>(stream, gradients, call.shape, sums));
+    return NormBackwardOp<kCentred, kWhere, T, U>{
+        .x = Data<const T>(*call.x),
+        .dsum = DataOrNull<const T>(call.dsum),
+        .dy = Data<const U>(*call.dy),
+        .scale = DataOrNull<const A>(call.scale),
+        .where = DataOrNull<const uint8_t>(call.where),
+        .mean = DataOrNull<const A>(call.mean),
+        .rstd = DataOrNull<const A>(call.rstd),
+        .dx = Data<T>(*call.dx),
     };
-    if constexpr (kCentred) {
-      if (has_where) return launch.template operator()<true>();
+  };
+  const auto launch = [&]<bool kWhere, class T, class U> {
+    using A = Accumulator<T>;
+    using S = rows::Single<T>;
+    const auto op = make.template operator()<kWhere, T, U>();
+    const auto single = make.template operator()<kWhere, S, S>();
+    const rows::SumResults<A> sums(call.sums, call.shape, has_dscale, has_dbias);
+    if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
+    cudaError_t status = cudaSuccess;
+    if constexpr (!kWhere) {
+      const bool looped = call.sums.count && !call.shape.across &&
+                          rows::LaunchRowSums<T, U>(stream, op, single, call.shape, sums, &status);
+      if (looped) return FromCuda(handler, status);
     }
-    return launch.template operator()<false>();
-  });
+    status = rows::LaunchRows<T, U>(stream, op, single, call.ungrouped);
+    if (status != cudaSuccess || call.sums.count == 0) return FromCuda(handler, status);
+    const ParameterGradients<kCentred, S> gradients = {
+        .x = single.x, .dy = single.dy, .mean = op.mean, .rstd = op.rstd};
+    return FromCuda(handler, rows::LaunchColumnSums<A>(stream, gradients, call.shape, sums));
+  };
+  const DataType input = call.x->element_type(), output = call.dy->element_type();
+  if constexpr (kCentred) {
+    if (has_where)
+      return VisitDtype(handler, input, output, [&]<class T> { return launch.template operator()<true, T, T>(); });
+  }
+  return VisitPair(handler, input, output, [&]<class T, class U> { return launch.template operator()<false, T, U>(); });
 }
 
 }  // namespace

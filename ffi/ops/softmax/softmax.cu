@@ -36,14 +36,18 @@ struct SoftmaxForward : LogitsForward<SoftmaxForward<kGiven, T, U>, kGiven, T, U
 template <Given kGiven, class T, class U>
 struct SoftmaxBackward : LogitsOp<kGiven, 2> {
   using A = Accumulator<T>;
-  static constexpr bool kNone = kGiven == Given::kNone;
+  using LogitsOp<kGiven, 2>::kNone;
   LogitsOptions<kGiven, A> options;
-  const T *y, *dy;
-  U* dx;
+  Tensor<const T> y, dy;
+  Tensor<U> dx;
   bool masked;
 
   SoftmaxBackward(const LogitsCall& call)
-      : options(call), y(Data<T>(*call.x)), dy(Data<T>(*call.dy)), dx(Data<U>(*call.y)), masked(call.masked) {}
+      : options(call),
+        y(Data<const T>(*call.x)),
+        dy(Data<const T>(*call.dy)),
+        dx(Data<U>(*call.y)),
+        masked(call.masked) {}
 
   template <class Visit>
   __device__ void ForEachInput(const Visit& visit) const {
