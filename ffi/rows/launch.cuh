@@ -247,7 +247,7 @@ struct SingleElements {
   using GeneralAcross = PlainAcross;
 };
 struct SingleDoubles {
-  using Plain = Types<Along<32, 4>, StreamedAlong<512>>;
+  using Plain = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
   using General = Types<StreamedAlong<512>>;
   using PlainAcross = Types<>;
   using GeneralAcross = SingleElements::GeneralAcross;
