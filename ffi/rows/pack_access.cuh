@@ -89,16 +89,12 @@ struct alignas(std::min(16, 4 * N)) AnyPack {
     });
   }
 };
-// Calls visit with a pointer to the elements of a tensor that tells their dtype.
+// What visit makes of a pointer to the elements of a tensor that tells their dtype.
 template <class Visit>
-__device__ void VisitPointer(const AnyTensor& tensor, const Visit& visit) {
-  if (tensor.IsWide()) {
-    visit(static_cast<float*>(tensor.data));
-  } else if (tensor.type == DataType::BF16) {
-    visit(static_cast<__nv_bfloat16*>(tensor.data));
-  } else {
-    visit(static_cast<__half*>(tensor.data));
-  }
+__device__ auto VisitPointer(const AnyTensor& tensor, const Visit& visit) {
+  if (tensor.IsWide()) return visit(static_cast<float*>(tensor.data));
+  if (tensor.type == DataType::BF16) return visit(static_cast<__nv_bfloat16*>(tensor.data));
+  return visit(static_cast<__half*>(tensor.data));
 }
 
 // Several packs of a tensor that have been read: its dtype is asked for once.
@@ -132,8 +128,8 @@ __device__ AnyPack<N> ReadAnyPack(const AnyTensor& source, int inside = N) {
   return pack;
 }
 template <int N>
-__device__ Pack<float, N> ReadPack(const AnyTensor& source, int inside = N) {
-  return ReadAnyPack<N>(source, inside).Widen(source.type);
+__device__ Pack<float, N> ReadPack(const AnyTensor& source) {
+  return ReadAnyPack<N>(source).Widen(source.type);
 }
 __device__ inline float ReadElement(const AnyTensor& source) { return ReadPack<1>(source).lane[0]; }
 template <bool kVector, int N>
