@@ -204,11 +204,22 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   // `absent` if there is none.
   template <int kSlot>
   __device__ Pack<A, kV> ReadOperand(const AnyTensor& operand, int pack, int column, A absent) const {
-    if (!operand) return ToPack<A, kV>([=](int) { return absent; });
-    return VisitOperand(operand, [&](const auto* data) {
-      const auto narrow = this->template ReadBroadcast<kSlot>(data, pack, column);
-      return ToPack<A, kV>([&](int i) { return narrow.template Widen<A>(i); });
-    });
+    Pack<A, kV> values;
+    const auto widen = [&](const auto& narrow) {
+#pragma unroll
+      for (int i = 0; i < kV; ++i) values.lane[i] = narrow.template Widen<A>(i);
+    };
+    if (!operand.data) {
+#pragma unroll
+      for (int i = 0; i < kV; ++i) values.lane[i] = absent;
+    } else if (std::is_same_v<A, double> || operand.type == DataType::F32) {
+      values = this->template ReadBroadcast<kSlot>(static_cast<const A*>(operand.data), pack, column);
+    } else if (operand.type == DataType::BF16) {
+      widen(this->template ReadBroadcast<kSlot>(static_cast<const __nv_bfloat16*>(operand.data), pack, column));
+    } else {
+      widen(this->template ReadBroadcast<kSlot>(static_cast<const __half*>(operand.data), pack, column));
+    }
+    return values;
   }
 
   // What `combine` makes of a broadcast operand of any floating dtype, held: combine(values) -> Held<A>; `absent` if
@@ -221,13 +232,18 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
           [&](int pack, int column) { values.packs[pack] = this->template ReadBroadcast<kSlot>(data, pack, column); });
       return combine(values);
     };
-    if (!operand) {
+    if (!operand.data) {
       Held<A> none;
 #pragma unroll
       for (Pack<A, kV>& pack : none.packs) pack = ToPack<A, kV>([=](int) { return absent; });
       return combine(none);
+    } else if (std::is_same_v<A, double> || operand.type == DataType::F32) {
+      return read(static_cast<const A*>(operand.data));
+    } else if (operand.type == DataType::BF16) {
+      return read(static_cast<const __nv_bfloat16*>(operand.data));
+    } else {
+      return read(static_cast<const __half*>(operand.data));
     }
-    return VisitOperand(operand, read);
   }
 
   // Whether a condition on values of the same row holds for all rows of the
@@ -406,16 +422,6 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   }
 
  private:
-  // An operand of f64 is one where that is the accumulator.
-  template <class Visit>
-  static __device__ auto VisitOperand(const AnyTensor& operand, const Visit& visit) {
-    if constexpr (std::is_same_v<A, double>) {
-      return visit(static_cast<const A*>(operand.data));
-    } else {
-      return VisitPointer(operand, visit);
-    }
-  }
-
   struct Finite {
     __device__ A operator()(A max) const { return Exponentials::FiniteOrZero(max); }
   };
