@@ -12,13 +12,13 @@ from pathlib import Path
 import jax
 
 import jaxops
-from benchmarks import calls, harness, matmul, rows, train
+from benchmarks import calls, harness, matmul, rows, rows_random, train
 
 # By the host's clock first: the kernel clock leaves CUPTI attached, which would slow them down.
 BY_HOST = {"calls": calls.run, "train": train.run}
 OPS = (*BY_HOST, *rows.OPS, "matmul")
 # Only where asked for by name.
-BY_NAME = {"matmul_own": matmul.run_own, "matmul_random": matmul.run_random}
+BY_NAME = {"matmul_own": matmul.run_own, "matmul_random": matmul.run_random, "rows_random": rows_random.run}
 
 
 def _arguments(argv):
@@ -32,7 +32,7 @@ def _arguments(argv):
         choices=(*OPS, *BY_NAME, "all"),
         metavar="OP",
         help=f"one of {', '.join(OPS)}, or all; or matmul_own: matmul on jaxops' own kernels where it chooses XLA's, "
-        "too; or matmul_random: matmul of random sizes",
+        "too; or matmul_random: matmul of random sizes; or rows_random: the row ops on random shapes, axes and options",
     )
     parser.add_argument("--quick", action="store_true", help="a few small shapes and few repeats: does it run?")
     parser.add_argument(
@@ -60,7 +60,9 @@ def _arguments(argv):
         metavar="DIRECTORY",
         help="where the CSV files are (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sizes of matmul_random (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of what matmul_random and rows_random draw (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     if arguments.op not in ("matmul", *BY_NAME) and (only := {"float8_e4m3fn", "tf32"} & {*arguments.dtype}):
         parser.error(f"--dtype {' '.join(sorted(only))} is of matmul alone")

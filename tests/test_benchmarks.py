@@ -74,6 +74,15 @@ def test_matmul_of_random_sizes(bench, load):
     assert all(1e7 <= case.operations <= 4e11 for case in drawn)
 
 
+def test_rows_of_random_shapes(bench, load):
+    rows = bench("rows_random", "--dtype", "bfloat16", "--seed", "1", file="rows_random")
+    rows_random = load("rows_random")
+    assert {row["shape"] for row in rows} == {str(case) for case in rows_random.random_cases(1, 4, 2**18)}
+    drawn = rows_random.random_cases(0, 64, 2**26)
+    assert drawn == rows_random.random_cases(0, 64, 2**26) != rows_random.random_cases(1, 64, 2**26)
+    assert {case.option for case in drawn} == {"", *(name for names in rows_random.OPTIONS.values() for name in names)}
+
+
 def test_own_kernels_of_matmul(load, tmp_path, capsys):
     """The choice is as it was afterwards; without a Hopper GPU there is nothing to measure."""
     main, choices = load("__main__"), importlib.import_module("jaxops.ops._matmul_choice")
