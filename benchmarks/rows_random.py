@@ -17,10 +17,8 @@ from jaxops._comparison import parameter_dtype
 
 #: What may come with each op, at most one of them at a time; "to float32" is for operands of 16 bits.
 OPTIONS = {
-    "softmax": ("where", "bias", "causal", "to float32"),
-    "log_softmax": ("where", "bias", "causal", "to float32"),
-    "layer_norm": ("residual", "no parameters"),
-    "rms_norm": ("residual", "no parameters"),
+    op: ("where", "bias", "causal", "to float32") if op in rows.ANY_AXIS else ("residual", "no parameters")
+    for op in rows.OPS
 }
 
 
@@ -47,7 +45,7 @@ def random_cases(seed: int, count: int, most: float) -> list[Case]:
     """Calls on 2^12 to `most` elements, small ones as often as large ones.
 
     The rows of half of them lie along the last axis, of a quarter along another, of the others over two. Half of the
-    shapes have axes of multiples of 8, the others any; half of the calls have an option.
+    shapes have axes of multiples of 8, the others any; nearly half of the calls have an option.
     """
     rng = np.random.default_rng(seed)
     found: dict[Case, None] = {}
