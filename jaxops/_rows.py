@@ -164,30 +164,48 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     return max(1, full // groups if not isinstance(rows, int) else min(full // groups, rows // 8))
 
 
-#: The longest rows that are not split, by the itemsize, forward and backward (TUNING.md).
-_UNSPLIT_COLUMNS = {2: (16384, 4096), 4: (8192, 16384)}
+#: The longest rows whose elements lie apart that are not split, by the itemsize, forward and backward (TUNING.md).
+_UNSPLIT_ACROSS = {2: (16384, 4096), 4: (8192, 16384)}
+
+#: The longest adjacent rows of one dtype that a cluster holds, in bytes, forward and backward; the columns of those of
+#: two dtypes; and of rows along several axes, which a block has alone.
+_UNSPLIT_BYTES = (2**20, 2**19)
+_UNSPLIT_MIXED = 65536
+_UNSPLIT_AXES = 8192
 
 
-def _parts(shape: Sequence[int], axes: Sequence[int], itemsize: int, backward: bool) -> int:
-    """Into how many parts the handlers split rows whose elements lie apart; 0: they do not split such rows.
+def _parts(shape: Sequence[int], axes: Sequence[int], itemsizes: Iterable[int], backward: bool, across: bool) -> int:
+    """Into how many parts the handlers split a call's rows; 0: they do not split them.
 
-    On a GPU each part of 64 adjacent rows is a block's: about two waves of an H200's 4 blocks on each of 132
-    multiprocessors, but parts of at least 256 columns, and a multiple of that (ffi/rows/split_rows.cuh). Depends on
-    nothing but the operands, so that results do not depend on the device.
+    On a GPU each part of a row, or of 64 adjacent rows whose elements lie apart, is a block's: about two waves of an
+    H200's blocks, of which each of 132 multiprocessors holds 2, or 4, but parts of at least 4096, or 256, columns, and
+    a multiple of that (ffi/rows/split_rows.cuh). Depends on nothing but the operands, so that results do not depend on
+    the device.
+
+    Args:
+      itemsizes: those of the tensors of x's shape, each once.
+      across: whether the handlers split rows whose elements lie apart.
     """
     if not all(isinstance(d, int) for d in shape):  # symbolic
         return 0
     sizes = ((a in axes, d) for a, d in enumerate(shape) if d != 1)
     runs = [(of_row, math.prod(d for _, d in run)) for of_row, run in itertools.groupby(sizes, lambda size: size[0])]
-    if [of_row for of_row, _ in runs[-2:]] != [True, False] or len(runs) > 3:
+    rows, columns = (math.prod(d for of_row, d in runs if of_row == kind) for kind in (False, True))
+    if rows == 0:
         return 0
-    (_, columns), (_, inner) = runs[-2:]
-    rows = math.prod(d for of_row, d in runs if not of_row)
-    if columns <= _UNSPLIT_COLUMNS[itemsize][backward] or inner % 4 or rows == 0:
-        return 0
-    blocks = -(-rows // 64)
-    wanted = min(max(1056 // blocks, 1), 64)
-    share = -(-columns // (wanted * 256)) * 256
+    one, *more = itemsizes
+    if runs and runs[-1][0]:
+        limit = _UNSPLIT_AXES if len(runs) > 2 else _UNSPLIT_MIXED if more else _UNSPLIT_BYTES[backward] // one
+        wanted, multiple = 528 // rows, 4096
+        if columns <= limit or wanted < 2:
+            return 0
+    else:
+        if not across or more or [of_row for of_row, _ in runs[-2:]] != [True, False] or len(runs) > 3:
+            return 0
+        if columns <= _UNSPLIT_ACROSS[one][backward] or runs[-1][1] % 4:
+            return 0
+        wanted, multiple = min(max(1056 // -(-rows // 64), 1), 64), 256
+    share = -(-columns // (wanted * multiple)) * multiple
     return -(-columns // share)
 
 
@@ -216,6 +234,8 @@ class RowKernel(Kernel):
       trailing_sums: the sums exist only where the normalised axes are x's last ones.
       joined: how many values a row are joined over its parts, where the handlers split rows: they have a boolean
         attribute `has_parts`, and with it a workspace behind the other results. None: they split none.
+      split_across: whether they split rows whose elements lie apart, too.
+      unsplit: the slots with which they split none; None: broadcast operands and sums.
       target: see Kernel.
 
     Parameters of a call: `axes`, the normalised axes, ascending; `dtype`, that of the first result (further full ones
@@ -234,6 +254,8 @@ class RowKernel(Kernel):
         transpose: Callable[..., Named] | None = None,
         trailing_sums: bool = False,
         joined: int | None = None,
+        split_across: bool = True,
+        unsplit: Sequence[str] | None = None,
         target: bool = True,
     ):
         super().__init__(name, target=target)
@@ -246,7 +268,12 @@ class RowKernel(Kernel):
         self._jvp_rule = jvp
         self._transpose_rule = transpose
         self._trailing_sums = trailing_sums
-        self._joined = joined
+        self.joined = joined
+        self._split_across = split_across
+        slots = (*self.operands, *self.results)
+        self._unsplit = (
+            {slot.name for slot in slots if slot.kind in ("broadcast", "sum")} if unsplit is None else {*unsplit}
+        )
 
     def __call__(self, *operands, axes: Sequence[int], dtype, kept: Sequence[int] = (), results=(), **attributes):
         """The results in the order of the spec, None where absent.
@@ -358,19 +385,21 @@ class RowKernel(Kernel):
     def parts(self, operands: Sequence, results: Sequence, axes, has, **attributes) -> ShapedArray | None:
         """The workspace [parts, values, rows] of a call whose rows the handlers split; None: they do not.
 
-        They split those of `_parts`, without options and in one dtype.
+        They split those of `_parts`, without masks.
         """
         slots = (*self._present(self.operands, has), *self._present(self.results, has))
         buffers = list(zip(slots, (*operands, *results), strict=True))
         dtypes = {np.dtype(x.dtype) for slot, x in buffers if slot.kind == "full"}
-        options = any(slot.kind in ("broadcast", "sum") for slot in slots)
+        options = any(slot.name in self._unsplit for slot in slots)
         options = options or attributes.get("masked", False) or attributes.get("query_axis", -1) >= 0
-        if self._joined is None or options or len(dtypes) > 1 or np.dtype("float64") in dtypes:
+        if self.joined is None or options or np.dtype("float64") in dtypes:
             return None
         shape = operands[0].shape
-        count = _parts(shape, axes, dtypes.pop().itemsize, backward=self._joined == 1)
+        inputs = [slot for slot in self.operands if slot.kind == "full" and slot.condition is None]
+        itemsizes = {dtype.itemsize for dtype in dtypes}
+        count = _parts(shape, axes, itemsizes, backward=len(inputs) == 2, across=self._split_across)
         rows = (d for a, d in enumerate(shape) if a not in axes)
-        return ShapedArray((count, self._joined, math.prod(rows)), np.float32) if count else None
+        return ShapedArray((count, self.joined, math.prod(rows)), np.float32) if count else None
 
     def call_target(self, *operands, axes, kept, has, dtype, **attributes) -> list[jax.Array]:
         if (beyond := self._beyond_limits(operands[0], axes)) is not None:
@@ -390,7 +419,7 @@ class RowKernel(Kernel):
             chunks = _chunks(groups, x.size // (groups * columns), columns, widest)
             first = kinds.index("sum")
             results.insert(first, ShapedArray((sums, groups, chunks, columns), results[first].dtype))
-        if self._joined is not None:
+        if self.joined is not None:
             attributes["has_parts"] = parts is not None
         attributes |= {f"has_{name}": name in has for name in self._optional if name not in given}
         attributes["axes"] = axes

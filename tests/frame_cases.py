@@ -90,9 +90,12 @@ def resized(
         found = chunks or _rows._chunks(groups, each, summed, widest)
         results[i] = frames.Operand((sums, groups, found, summed), results[i].code)
     attributes = dict(call.attributes)
-    if split and "has_parts" in attributes and not call.workspaces:
+    if split and "has_parts" in attributes:
         has = [name.removeprefix("has_") for name, value in attributes.items() if name.startswith("has_") and value]
-        parts = _kernel.KERNELS[call.handler].parts(operands, results, has=has, **attributes)
+        kernel = _kernel.KERNELS[call.handler]
+        has += [slot.name for slot in kernel.results if slot.given]
+        given = [buffer for i, buffer in enumerate(results) if i not in call.workspaces]
+        parts = kernel.parts(operands, given, has=has, **attributes)
         attributes["has_parts"] = np.bool_(parts is not None)
         results += [frames.Operand.of(parts)] if parts is not None else []
     return call.replace(operands=tuple(operands), results=tuple(results), attributes=attributes)
@@ -268,7 +271,7 @@ def malformed(call: frames.Call) -> Iterator[tuple[str, frames.Call]]:
             for what, changed in _buffer_changes(i, buffer):
                 if i in call.workspaces and field == "results" and call.handler != "matmul":
                     # Into how many partial sums the rows are divided is the caller's, and into how many parts each is.
-                    axis = 0 if call.attributes.get("has_parts") else len(buffer.shape) - 2
+                    axis = 0 if len(buffer.shape) == 3 else len(buffer.shape) - 2
                     chunks = buffer.shape[axis]
                     if what in (f"size {n} of axis {axis}" for n in (chunks - 1, chunks + 1) if n > 0):
                         continue

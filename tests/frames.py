@@ -92,10 +92,9 @@ class Call:
         """The results that are the handler's own, of which it may leave parts unwritten."""
         if self.handler == "matmul":
             return set(range(1 + bool(self.attributes["has_preactivation"]), len(self.results)))
-        if self.attributes.get("has_parts"):
-            return {len(self.results) - 1}
+        found = {len(self.results) - 1} if self.attributes.get("has_parts") else set()
         sums = any(self.attributes.get(name) for name in ("has_dscale", "has_dbias"))
-        return {int(self.attributes.get("has_dz", True))} if self.handler.endswith("_bwd") and sums else set()
+        return found | ({int(self.attributes.get("has_dz", True))} if self.handler.endswith("_bwd") and sums else set())
 
 
 def record(function: Callable, *args: Any, platform: str = "cpu") -> list[Call]:

@@ -16,6 +16,7 @@ import numpy as np
 from frame_cases import matmul_call
 from row_cases import COLUMNS_ONCE
 
+from jaxops import _kernel
 from jaxops.ops import _matmul_choice as choices
 
 CODES = {"f32": 11, "bf16": 16, "f16": 10, "f64": 12}
@@ -82,14 +83,14 @@ def row_call(
         summed = frames.Operand(tuple(d if a in axes or a in kept else 1 for a, d in enumerate(shape)), wide)
         groups, columns = (math.prod(shape[a] for a in named) for named in (kept, axes))
         results += [frames.Operand((len(sums), groups, chunks, columns), wide), *[summed] * len(sums)]
-    names = ["scale", "where"]
+    names = ["scale", "where", "parts"]
     if "parts" in has:
-        rows = math.prod(row)
-        results += [frames.Operand((has["parts"], 1 if backward else 2, rows), wide)]
+        values = _kernel.KERNELS[handler].joined
+        results += [frames.Operand((has["parts"], values, math.prod(row)), wide)]
     if logits:
         causal = has.get("causal", (-1, -1))
         attributes |= {"query_axis": np.int64(causal[0]), "key_axis": np.int64(causal[1])}
-        names += ["bias", "parts"] + (["dbias"] if backward else ["max"] if handler == "log_softmax_fwd" else [])
+        names += ["bias"] + (["dbias"] if backward else ["max"] if handler == "log_softmax_fwd" else [])
         if backward:
             attributes["masked"] = np.bool_("masked" in has)
     else:
@@ -179,10 +180,15 @@ def row_cases() -> Iterator[Case]:
         for has in _options(handler, (0,), (1,)):
             for columns, chunks in itertools.product(_COLUMNS, _sums(has)):
                 yield case(lambda rows, n=columns: (rows, n), (1,), has, chunks, columns, grows=True)
+        has, *_ = _options(handler, (0, 2), (1,))
         if "softmax" in handler:
             for length, inner in ((700, 32), (2100, 68)):
-                has = {"parts": 3} | ({"max": True} if handler == "log_softmax_fwd" else {})
-                yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has, 0, length)
+                yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has | {"parts": 3}, 0, length, path="parts")
+        has, *_ = _options(handler, (0,), (1,))
+        for columns in (12288, 12289):
+            yield case(lambda _, n=columns: (2, n), (1,), has | {"parts": 3}, 1, columns, path="parts")
+        has, *_ = _options(handler, (1,), (0, 2))
+        yield case(lambda _: (100, 2, 91), (0, 2), has | {"parts": 3}, 1, 9100, path="parts")
         for has in _options(handler, (0, 2), (1,)):
             for (length, inner), chunks in itertools.product(_ACROSS, _sums(has)[:1]):
                 yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has, chunks, length)

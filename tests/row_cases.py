@@ -39,11 +39,22 @@ STRIDED = [
     for outer, inner in ((2, 3), (1, 33))
 ] + [(2, 130, 2), (3, 40, 31), (1, 40, 32), (2, 5, 100), (1, 2000, 2)]
 STRIDED += [(1, 2**k + d, 8) for k in range(6, 17) for d in (0, 1)] + [(3, 65, 72), (2, 513, 40), (1, 1024, 136)]
+STRIDED += [(3, 4, 40), (2, 3, 520), (2, 16, 132)]  # few columns
 STRIDED += [(1, 300, 1200)]  # on the CPU threads share the columns of rows side by side
 STRIDED += [(1, 9001, 68), (3, 8205, 20), (3, 16389, 28)]  # on a GPU blocks share each row: a multiple of nothing
 
 #: One shape for each placement of such rows.
-STRIDED_ONCE = [(2, 9, 3), (1, 129, 33), (1, 1500, 33), (3, 40, 31), (3, 65, 72), (1, 65536, 8)]
+STRIDED_ONCE = [
+    (2, 9, 3),
+    (1, 129, 33),
+    (1, 1500, 33),
+    (1, 4097, 33),
+    (2, 4, 40),
+    (2, 16, 40),
+    (3, 40, 31),
+    (3, 65, 72),
+    (1, 65536, 8),
+]
 STRIDED_ONCE += [(1, 2**k, 8) for k in range(6, 15)] + [(3, 8205, 20), (3, 16389, 28)]
 
 
@@ -54,7 +65,15 @@ def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
     take them (tools/sanitize_gpu.py).
     """
     pack = 16 // np.dtype(dtype).itemsize
-    shapes = [(9001, 8 * pack), (4301, 16 * pack), (2201, 32 * pack), (1101, 64 * pack)]
+    shapes = [
+        (70001, 3),
+        (34001, 7),
+        (34001, pack),
+        (9001, 8 * pack),
+        (4301, 16 * pack),
+        (2201, 32 * pack),
+        (1101, 64 * pack),
+    ]
     shapes += [(541, 1024 * pack), (281, 2048 * pack), (141, 4096 * pack), (71, 8192 * pack), (35, 16384 * pack)]
     shapes += [(19, 32768 * pack), (19, 65536 * pack)]
     shapes += [(17001, 127), (8501, 255), (6501, 511), (3301, 1001), (1701, 2047), (1501, 4097)]

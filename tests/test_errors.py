@@ -244,11 +244,13 @@ DBIAS = LOGITS_BACKWARD | {"has_dbias": True}
 LOG = LOGITS | {"has_max": False}
 SPLIT = LOGITS | {"has_parts": True}
 LOG_BACKWARD = [FULL, STATISTIC, STATISTIC, FULL]
-NORM = AXES | {"has_residual": False, "has_scale": True, "has_bias": False, "has_where": False, "epsilon": 1e-6}
+NORM = AXES | {"has_residual": False, "has_scale": True, "has_bias": False, "has_where": False, "has_parts": False}
+NORM |= {"epsilon": 1e-6}
 RESIDUAL = NORM | {"has_residual": True}
 NORM_BACKWARD = AXES | {
     "has_scale": True,
     "has_where": False,
+    "has_parts": False,
     "has_dsum": False,
     "has_dscale": True,
     "has_dbias": False,
@@ -316,6 +318,13 @@ HANDLER_CASES = {
         NORM | {"has_residual": True},
     ),
     "no sum": ("rms_norm_fwd", [FULL, FULL, PARAMETER], [FULL, STATISTIC], RESIDUAL),
+    "no parts of a norm": ("rms_norm_fwd", [FULL, PARAMETER], [FULL, STATISTIC], NORM | {"has_parts": True}),
+    "a norm's parts of more values": (
+        "rms_norm_fwd",
+        [FULL, PARAMETER],
+        [FULL, STATISTIC, ((2, 3, 6), F32)],
+        NORM | {"has_parts": True},
+    ),
     "dsum's dtype": ("rms_norm_bwd", [*RMS_BACKWARD, (SHAPE, BF16)], [FULL], NORM_BACKWARD | {"has_dsum": True}),
     "dx's dtype": ("rms_norm_bwd", RMS_BACKWARD, [(SHAPE, BF16), WORKSPACE, PARAMETER], NORM_BACKWARD),
     "dscale and dbias apart": (

@@ -186,7 +186,7 @@ def test_malformed_frames_are_refused(half, op, across, options, memory):
 @pytest.mark.parametrize("op", LOGITS)
 def test_malformed_frames_of_split_rows_are_refused(half, op, memory):
     for call in row_calls(op, "float32", False, True, half):
-        split = resized(call, 2, 4, max(_rows._UNSPLIT_COLUMNS[4]) + 1)
+        split = resized(call, 2, 4, max(_rows._UNSPLIT_ACROSS[4]) + 1)
         assert split.workspaces == {len(call.results)}
         assert check_malformed(half, memory.get(half, memory["cpu"]), split) > 100
 

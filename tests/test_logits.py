@@ -163,6 +163,23 @@ def test_bias_gradient(op, axis, dtypes, rng):
 
 
 @every_op
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bias_gradient_over_many_rows(op, dtype, rng):
+    """Of short rows: many to a group, and many groups."""
+    cases = [((70, 13, 7, 3), (1, 13, 7, 3)), ((300, 6, 8), (6, 8)), ((80, 11, 33), (11, 33)), ((3, 900, 5), (900, 5))]
+    operands = [draw(rng, ("bias",), dtype, bias, shape=shape) for shape, bias in cases]
+    cotangents = [jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape, _ in cases]
+
+    @jax.jit
+    def call(operands, cotangents):
+        function = options_of(op, -1, None, False, ("bias",))
+        return [value_and_gradients(function, xs, dy) for xs, dy in zip(operands, cotangents, strict=True)]
+
+    for xs, dy, got in zip(operands, cotangents, call(operands, cotangents), strict=True):
+        check(op, got, xs, dy, ("bias",), what=f"{xs[0].shape}")
+
+
+@every_op
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2), (1, 3), None], ids=str)
 def test_where_forms(op, axis, rng):
     """Every form of a mask along adjacent axes, axes apart and all axes; bias and a constant scale in the kernel."""

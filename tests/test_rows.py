@@ -8,6 +8,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 
 import jaxops
@@ -108,6 +109,74 @@ def test_handlers_agree_with_plain_jax(op, dtype, rng, monkeypatch):
             if (op, name, i) == ("layer_norm", "no axes", 1):  # 0, left over by terms of dy / sqrt(epsilon)
                 atol = max(atol, 4e3 * float(jnp.finfo(accumulator(dtype)).eps))
             np.testing.assert_allclose(ours, plain, rtol=tolerance, atol=atol, err_msg=what)
+
+
+# --- rows that blocks share in parts ---
+
+#: Shapes and axes: rows of adjacent elements, a multiple of a pack or not, and of elements along two axes apart.
+IN_PARTS = [((1, 1048583), (1,)), ((3, 600009), (1,)), ((2, 600008), (1,)), ((70, 3, 151), (0, 2))]
+IN_PARTS += [((9, 2, 4096), (0, 2))]
+
+
+@every_op
+@pytest.mark.parametrize(
+    "dtypes", [("float32",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")], ids=str
+)
+def test_rows_in_parts(op, dtypes, rng):
+    """Values and every gradient against float64, in one program."""
+    norm = "norm" in op
+    names = ("scale", "bias", "residual") if op == "layer_norm" else ("scale",) if norm else ()
+    options = {"epsilon": 1e-6} if norm else {}
+
+    def call(axes, x, *others):
+        results = getattr(jaxops, op)(x, axis=axes, dtype=dtypes[1], **options, **dict(zip(names, others, strict=True)))
+        return results if op == "layer_norm" else (results,)
+
+    cases = []
+    for shape, axes in IN_PARTS:
+        row = tuple(shape[a] for a in axes)
+        others = [draw(rng, row if name != "residual" else shape) for name in names]
+        operands = [draw(rng, shape, dtypes[0]), *others[:2], *[r.astype(dtypes[0]) for r in others[2:]]]
+        cotangents = jax.eval_shape(functools.partial(call, axes), *operands)
+        cases.append((axes, operands, tuple(draw(rng, y.shape, y.dtype) for y in cotangents)))
+
+    def run(cases):
+        found = []
+        for (axes, _, _), (operands, dys) in zip(known, cases, strict=True):
+            y, pull = jax.vjp(functools.partial(call, axes), *operands)
+            found.append((y, pull(dys)))
+        return found
+
+    known, arrays = cases, [case[1:] for case in cases]
+    program = jax.jit(run)
+    text = program.lower(arrays).as_text()
+    assert text.count("has_parts = true") == 2 * len(IN_PARTS)
+    for (axes, operands, dys), (y, gradients) in zip(cases, program(arrays), strict=True):
+        named = dict(zip(("x", *names), map(np.asarray, operands), strict=True))
+        kind = oracle.Norm if norm else oracle.Logits
+        wanted = kind(op, **named, axes=axes, dtype=dtypes[1], **options)
+        for got, target in zip(y, wanted.value(), strict=True):
+            assert oracle.error(got, target) <= 4, (axes, operands[0].shape)
+        targets = wanted.vjp(*map(np.asarray, dys))
+        for name, got in zip(named, gradients, strict=True):
+            assert oracle.error(got, targets[name]) <= 16, (name, axes, operands[0].shape)
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("columns", [256, 151])
+def test_parameter_gradients_of_rows_in_parts(op, columns, rng):
+    """Mapped entries with parameters of their own, each of one row along two axes apart."""
+    count = 2 if op == "layer_norm" else 1
+    x, *parameters = draw(rng, (70, 3, columns)), *(draw(rng, (3, 70, columns)) for _ in range(count))
+
+    def gradients(x, *parameters):
+        return value_and_gradients(lambda *xs: getattr(jaxops, op)(*xs, axis=(0, 1)), (x, *parameters), x)
+
+    mapped = jax.vmap(gradients, (1, *[0] * count))
+    assert jax.jit(mapped).lower(x, *parameters).as_text().count("has_parts = true") == 2
+    alone = zip(*(gradients(x[:, i], *(p[i] for p in parameters)) for i in range(3)), strict=True)
+    for i, (got, wanted) in enumerate(zip(mapped(x, *parameters), map(np.stack, alone), strict=True)):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=f"result {i}")
 
 
 # --- what XLA adds around the kernels ---

@@ -38,23 +38,24 @@ cudaError_t ClearSums(cudaStream_t stream, const SumResults<A>& results, const R
   return status;
 }
 
-// Rows of adjacent elements: a warp takes 32 columns, the 8 warps of a block every eighth row of the chunk.
-// Rows across: a block takes one column; its threads walk along the rows.
+// A block takes kTile columns, and each kTile of its threads one after another of the chunk's rows. Rows of adjacent
+// elements: 32 columns, or, of few rows, as many as it has threads. Rows across: one column, along whose rows its
+// threads walk.
 inline constexpr int kSumThreads = 256;
 
-template <bool kAcross, class A, class Op>
+template <int kTile, class A, class Op>
 __global__ void __launch_bounds__(kSumThreads)
     SumChunkKernel(const __grid_constant__ Op op, const __grid_constant__ Layouts<Op::kSlots> layouts,
                    const SumResults<A> results) {
   const int64_t chunks = results.chunks, columns = layouts.columns.total;
-  constexpr int kTile = kAcross ? 1 : 32, kLines = kSumThreads / kTile;
+  constexpr int kLines = kSumThreads / kTile;
   const int64_t tiles = (columns + kTile - 1) / kTile;
   const int64_t tile = blockIdx.x % tiles, chunk = blockIdx.x / tiles % chunks, group = blockIdx.x / tiles / chunks;
-  const int64_t column = tile * kTile + (kAcross ? 0 : threadIdx.x % 32);
+  const int64_t column = tile * kTile + threadIdx.x % kTile;
   const int64_t rows = layouts.rows.total, end = rows * (chunk + 1) / chunks;
   Pack<A, Op::kSums> sum = {};
+  int64_t group_offsets[Op::kSlots], column_offsets[Op::kSlots];
   if (column < columns) {
-    int64_t group_offsets[Op::kSlots], column_offsets[Op::kSlots];
     layouts.groups.Offsets(group, group_offsets);
     layouts.columns.Offsets(column, column_offsets);
     for (int64_t row = rows * chunk / chunks + threadIdx.x / kTile; row < end; row += kLines) {
@@ -79,10 +80,16 @@ __global__ void __launch_bounds__(kSumThreads)
     }
   }
   if (threadIdx.x < kTile && column < columns) {
+    const int64_t place = group_offsets[Op::kSumSlot] + column_offsets[Op::kSumSlot];
 #pragma unroll
-    for (int k = 0; k < Op::kSums; ++k)
-      if (results.results[k])
+    for (int k = 0; k < Op::kSums; ++k) {
+      if (!results.results[k]) continue;
+      if (chunks == 1) {
+        results.results[k][place] = shared[k][threadIdx.x];
+      } else {
         results.workspace[k * results.plane + (group * chunks + chunk) * columns + column] = shared[k][threadIdx.x];
+      }
+    }
   }
 }
 
@@ -132,10 +139,15 @@ cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape<k
   const int64_t parts = results.chunks * shape.groups.total;
   // A block for each column, unless they are more than a grid has: the other kernel takes any layout.
   const bool across = shape.across && parts * shape.columns.total <= std::numeric_limits<int>::max();
-  const Grid grid = {parts * (across ? shape.columns.total : (shape.columns.total + 31) / 32), kSumThreads};
-  const auto kernel = across ? SumChunkKernel<true, A, Op> : SumChunkKernel<false, A, Op>;
+  const bool few = shape.rows.total < 2 * results.chunks * (kSumThreads / 32);
+  const int64_t tile = across ? 1 : few ? kSumThreads : 32;
+  const Grid grid = {parts * ((shape.columns.total + tile - 1) / tile), kSumThreads};
+  const auto kernel = across ? SumChunkKernel<1, A, Op>
+                      : few  ? SumChunkKernel<kSumThreads, A, Op>
+                             : SumChunkKernel<32, A, Op>;
   const cudaError_t status = Launch(stream, kernel, grid, op, layouts, results);
-  return status != cudaSuccess ? status : LaunchAddChunks(stream, layouts, Op::kSumSlot, results);
+  return status != cudaSuccess || results.chunks == 1 ? status
+                                                      : LaunchAddChunks(stream, layouts, Op::kSumSlot, results);
 }
 
 }  // namespace jaxops::rows

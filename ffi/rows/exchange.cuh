@@ -84,6 +84,10 @@ struct CountMeanSquares {
     const A share = count > 0 ? b.v[0] * Reciprocal(count) : A{0};
     return {count, a.v[1] + distance * share, a.v[2] + b.v[2] + distance * distance * a.v[0] * share};
   }
+  template <class A, int kCount = 3>
+  static __device__ Values<A, kCount> Identity() {
+    return {0, 0, 0};
+  }
 };
 
 // Lanes of a warp that share something: `step` apart.
@@ -167,7 +171,7 @@ class Exchange {
 
   template <class J, class A, int kCount, int kRows>
   __device__ void Join(Values<A, kCount> (&rows)[kRows]) {
-    if constexpr (P::kAcross && kRows > 1) {
+    if constexpr (P::kAcross && P::kWarps > 1 && kRows > 1) {
       JoinSpread<J>(rows);
     } else {
       JoinWarp<P, J>(rows);

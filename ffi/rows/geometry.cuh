@@ -42,17 +42,22 @@ struct Across {
   static constexpr int kThreads = kWidth * kLanes;
   static constexpr int kMinBlocks = kBlocks_;
   static constexpr int kTeams = kWidth;
-  static constexpr int kStep = kWidth;
+  static constexpr int kStep = kWidth < 32 ? kWidth : 32;
   static constexpr bool kAhead = false, kStaged = false;
   static constexpr bool kSplit = false, kBackwards = false;
   static constexpr int kFew = 8;  // packs of a streamed row whose exponentials are summed at once
   static constexpr int kSure = 0;
-  static constexpr int kWarpLanes = 32 / kWidth;
-  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kWarpLanes = 32 / kStep;
+  static constexpr int kWarps = kLanes > 1 ? kThreads / 32 : 1;
 };
 
 // The same of rows that are split (rows/split_rows.cuh): each block has a run of their columns, and a thread reads kFew
 // packs at once. kBackwards: the last ones first, and results are not to stay in the caches.
+template <int kLanes_, int kFew_, int kBlocks_ = 1, bool kBackwards_ = false>
+struct SplitAlong : Along<kLanes_, 0, 1, 1, kBlocks_> {
+  static constexpr bool kSplit = true, kBackwards = kBackwards_;
+  static constexpr int kFew = kFew_;
+};
 template <int kWidth_, int kLanes_, int kFew_, int kBlocks_ = 1, bool kBackwards_ = false>
 struct SplitAcross : Across<kWidth_, kLanes_, 0, 1, kBlocks_> {
   static constexpr bool kSplit = true, kBackwards = kBackwards_;

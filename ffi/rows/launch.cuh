@@ -17,6 +17,13 @@ using StreamedAcross = Across<kWidth, kLanes, 0, kCluster, kBlocks>;
 // The tables. Of each the first placement that holds the row is taken. A pack is 16 bytes of the widest dtype involved,
 // of rows across at most four elements; a comment gives the columns of 16-bit elements that fit. TUNING.md has the
 // measurements.
+// Before all of these: the shortest rows, which more lanes would be idle for.
+using Shortest = Types<Along<1, 1, 2>,           //      8
+                       Along<1, 1>,              //      8, where rows differ in what is broadcast to them
+                       Along<2, 1, 2>,           //     16
+                       Along<2, 2>>;             //     32
+using ShortestAcross = Types<Across<128, 1, 4>,  //  4 columns
+                             Across<32, 4, 4>>;  // 16
 struct OneInput {
   using Plain = Types<Along<4, 2, 1, 1, 10>,  //     64
                       Along<8, 2, 1, 1, 16>,  //    128
@@ -222,8 +229,8 @@ struct Masks16 : Short {
 };
 // Results of another dtype than the input's. A pack has four elements.
 struct Mixed {
-  using Plain =
-      Types<Along<32, 4>, Along<128, 4>, Along<256, 4>, Along<512, 4>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using Plain = Types<Along<4, 2>, Along<8, 4>, Along<32, 4>, Along<128, 4>, Along<256, 4>, Along<512, 4>,
+                      Along<512, 4, 1, 8>, StreamedAlong<512>>;
   using PlainAcross = Types<>;
   using PlainAcross16 = Types<>;
   using Shifted = Types<Along<32, 5>, Along<256, 5>, StreamedAlong<512>>;
@@ -239,16 +246,30 @@ struct NoPacks {
   using General = Types<>;
   using GeneralAcross = Types<>;
 };
-// Single elements: what no table takes.
+// Short rows that are no whole packs of 16 bits: of packs of half as many elements, and of single elements.
+using ShortHalves = Types<Along<2, 2>,      // 16
+                          Along<4, 2>,      // 32
+                          Along<8, 2>>;     // 64
+using ShortSingles = Types<Along<1, 4, 2>,  //  4
+                           Along<1, 8>,     //  8
+                           Along<2, 8>,     // 16
+                           Along<4, 8>>;    // 32
+inline constexpr int64_t kShortColumns = 32;
+// Longer ones are shifted, but for masks and biases, which lie otherwise.
+using ShortSinglesWithOptions = Joined<ShortSingles, Types<Along<8, 8>>>;  // 64
+// Single elements of any rows: what no table takes.
 struct SingleElements {
-  using Plain = Types<>;  // these are shifted
+  using Plain = Types<>;
   using General = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
-  using PlainAcross = Types<StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
-  using GeneralAcross = PlainAcross;
+  using PlainAcross = Types<Across<128, 1, 8>,      //    8
+                            Across<32, 16, 16>,     //  256
+                            Across<32, 16, 16, 8>,  // 2048
+                            StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
+  using GeneralAcross = Types<StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
 };
 // Fewer: each costs a tenth of a megabyte of a release.
 struct SingleDoubles {
-  using Plain = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
+  using Plain = Types<Along<4, 8>, Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
   using General = Types<StreamedAlong<512>>;
   using PlainAcross = Types<>;
   using GeneralAcross = SingleElements::GeneralAcross;
@@ -356,6 +377,10 @@ bool LaunchPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots
       });
 }
 
+// The rows of packs that are plain, the shortest first. Doubles have no packs.
+template <class T, class Table>
+using PlainOf = Joined<std::conditional_t<std::is_same_v<T, double>, Types<>, Shortest>, typename Table::Plain>;
+
 // The dtypes for which there are placements of all kinds.
 template <class T, class U = T>
 inline constexpr bool kTuned = std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16>;
@@ -378,8 +403,10 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   bool done = false;
   if (shape.across) {
     constexpr int kV = kPackAcross<T, U>;
-    using Plain =
-        std::conditional_t<sizeof(T) + sizeof(U) == 4, typename Table::PlainAcross16, typename Table::PlainAcross>;
+    constexpr bool kPacks = std::is_same_v<T, U> && !std::is_same_v<T, double> && !std::is_same_v<T, AnyFloat>;
+    using Plain = Joined<
+        std::conditional_t<kPacks, ShortestAcross, Types<>>,
+        std::conditional_t<sizeof(T) + sizeof(U) == 4, typename Table::PlainAcross16, typename Table::PlainAcross>>;
     const Layouts<Op::kSlots> packs(shape, kV, Op::kBroadcasts);
     if (packs.plain) {
       done = LaunchPlacement<Plain, kV, Lay::kPlain, A>(stream, op, packs, &status);
@@ -397,8 +424,33 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   constexpr int kV = kPackOf<T, U>;
   const Layouts<Op::kSlots> packs(shape, kV, Op::kBroadcasts);
   if (packs.plain) {
-    done = LaunchPlacement<typename Table::Plain, kV, Lay::kPlain, A>(stream, op, packs, &status);
-  } else if (packs.aligned) {
+    done = LaunchPlacement<PlainOf<T, Table>, kV, Lay::kPlain, A>(stream, op, packs, &status);
+  }
+  if constexpr (kV == 8) {
+    const Layouts<Op::kSlots> halves(shape, kV / 2, Op::kBroadcasts);
+    if constexpr (kTuned<T>) {
+      if (!done && halves.plain) {
+        done = LaunchPlacement<ShortHalves, kV / 2, Lay::kPlain, A>(stream, op, halves, &status);
+      }
+    }
+    // The kernels for results of another dtype.
+    if constexpr (Op::kShort) {
+      if (!done && halves.plain) {
+        done = LaunchPlacement<PlainOf<T, Mixed>, kV / 2, Lay::kPlain, A>(stream, single, halves, &status);
+      }
+    }
+  }
+  if constexpr (!std::is_same_v<T, double>) {
+    using Singles = std::conditional_t<Op::kShort, ShortSinglesWithOptions, ShortSingles>;
+    if (!done && elements.plain) {
+      if constexpr (kTuned<T, U>) {
+        done = LaunchPlacement<Singles, 1, Lay::kPlain, A>(stream, op, elements, &status);
+      } else {
+        done = LaunchPlacement<Singles, 1, Lay::kPlain, A>(stream, single, elements, &status);
+      }
+    }
+  }
+  if (!done && packs.aligned) {
     done = LaunchPlacement<typename Table::General, kV, Lay::kGeneral, A>(stream, op, packs, &status);
   }
   if (!done && shape.columns.count == 1) {
@@ -421,7 +473,7 @@ bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
     if (shape.across || shape.size() == 0) return false;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     return layouts.plain &&
-           LaunchPlacement<typename Tables<T, T, Op>::Plain, kV, Lay::kPlain, A>(stream, op, layouts, status);
+           LaunchPlacement<PlainOf<T, Tables<T, T, Op>>, kV, Lay::kPlain, A>(stream, op, layouts, status);
   }
   return false;
 }

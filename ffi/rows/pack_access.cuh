@@ -111,6 +111,12 @@ __device__ void WidenAll(const AnyTensor& tensor, const AnyPack<N> (&packs)[kCou
 template <int N>
 __device__ AnyPack<N> ReadAnyPack(const AnyTensor& source, int inside = N) {
   AnyPack<N> pack = {};
+  if constexpr (N == 1) {
+    // Into the whole word: half of one would be joined with the other half before the next read began.
+    if (inside > 0 && source.IsWide()) pack.words[0] = __ldg(static_cast<const uint32_t*>(source.data));
+    if (inside > 0 && !source.IsWide()) pack.words[0] = __ldg(static_cast<const uint16_t*>(source.data));
+    return pack;
+  }
   const auto read = [&]<class T>(const T* data) {
     if (inside == N) {
       pack.template As<T>() = ReadPack<N>(data);

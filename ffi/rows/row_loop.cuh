@@ -93,9 +93,10 @@ using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                      
                                    Looped<Along<512, 4, 1, 8>, 2, true, true>,  // 131065
                                    Looped<Along<512, 2, 1, 16>, 2>>;
 using ShortSumPlacements =
-    Types<Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 4>, 2, true>,
-          Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
-using ElementSumPlacements = Types<Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
+    Types<Looped<Along<8, 2>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>,
+          Looped<Along<512, 4>, 2, true>, Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
+using ElementSumPlacements =
+    Types<Looped<Along<4, 8>, 2>, Looped<Along<32, 8>, 2>, Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 template <class P, int kStages, bool kShared, bool kKept>
 inline constexpr bool kPortable<Looped<P, kStages, kShared, kKept>> =
     kIsOneOf<Looped<P, kStages, kShared, kKept>, Looped<Along<16, 1, 2>, 2>, Looped<Along<16, 2, 2>, 2>,
@@ -232,8 +233,13 @@ inline constexpr int kTeamSumBytes =
                        : 0;
 
 // Block (group, chunk) takes the rows chunk * kBlockRows + k * chunks * kBlockRows of its group, k = 0, 1, ...: in
-// unaligned rows a stride that is a multiple of a pack keeps every thread on the same columns. With one chunk a group
-// each team takes all rows of a group of its own.
+// unaligned rows a stride that is a multiple of a pack keeps every thread on the same columns. Where the teams are
+// apart each takes all rows of a group of its own, and nothing is added through shared memory: with one chunk a group,
+// and too few rows for all of a block's teams, or groups enough for all blocks' teams.
+template <class P>
+__host__ __device__ bool TeamsApart(int64_t chunks, int64_t groups, int64_t rows) {
+  return chunks == 1 && (rows < 2 * P::kTeams || groups >= 4 * kManyBlocks * P::kTeams);
+}
 template <int kSlots, Lay kLay>
 using GroupsOf = Axes<kSlots, GeometryOf<kSlots, kLay>::kRowAxes>;
 
@@ -255,14 +261,13 @@ __device__ __forceinline__ void SumRows(const Op& op, const LoopGeometry<P, kLay
   using RowType = LoopRow<P, kV, kLay, A, Op>;
   extern __shared__ __align__(16) char shared[];
   const int64_t block = blockIdx.x / P::kCluster, end = geometry.rows.total;
-  const bool one_chunk = results.chunks == 1;
-  int64_t group = one_chunk ? block * P::kTeams + RowType::Team() : block / results.chunks;
+  const bool apart = TeamsApart<P>(results.chunks, groups.total, end);
+  int64_t group = apart ? block * P::kTeams + RowType::Team() : block / results.chunks;
   const bool idle = group >= groups.total;  // it repeats the last group and keeps nothing
   if (idle) group = groups.total - 1;
-  const int64_t chunk = one_chunk ? 0 : block - group * results.chunks;
-  const int64_t every = one_chunk ? 1 : P::kTeams, step = one_chunk ? P::kRows : results.chunks * RowType::kBlockRows;
-  const int64_t team = one_chunk ? 0 : RowType::Team();
-  const int64_t limit = idle ? 0 : end;
+  const int64_t chunk = apart ? 0 : block - group * results.chunks;
+  const int64_t every = apart ? 1 : P::kTeams, step = apart ? P::kRows : results.chunks * RowType::kBlockRows;
+  const int64_t team = apart ? 0 : RowType::Team();
   int64_t group_offsets[Op::kSlots];
   groups.Offsets(group, group_offsets);
 
@@ -284,18 +289,18 @@ __device__ __forceinline__ void SumRows(const Op& op, const LoopGeometry<P, kLay
     });
   };
   const bool linear = geometry.columns.count == 1;
-  const auto write_result = [&](int k, int column, A value) {
-    const int64_t offset =
-        linear ? column * geometry.columns.strides[0][Op::kSumSlot] : geometry.ColumnOffset(Op::kSumSlot, column);
-    if (results.results[k] && limit) results.results[k][group_offsets[Op::kSumSlot] + offset] = value;
+  const auto write = [&](int k, int column, A value) {
+    if (!results.results[k] || idle) return;
+    if (results.chunks > 1) {
+      results.workspace[k * results.plane + block * geometry.columns.total + column] = value;
+    } else {
+      const int64_t offset =
+          linear ? column * geometry.columns.strides[0][Op::kSumSlot] : geometry.ColumnOffset(Op::kSumSlot, column);
+      results.results[k][group_offsets[Op::kSumSlot] + offset] = value;
+    }
   };
-  const auto write_chunk = [&](int k, int column, A value) {
-    if (results.results[k]) results.workspace[k * results.plane + block * geometry.columns.total + column] = value;
-  };
-  if (one_chunk) {
-    for_each_sum(write_result);
-  } else if constexpr (P::kTeams == 1) {
-    for_each_sum(write_chunk);
+  if (apart || P::kTeams == 1) {
+    for_each_sum(write);
   } else {
     A* const total = reinterpret_cast<A*>(shared);
     const int columns = row.columns();
@@ -310,7 +315,7 @@ __device__ __forceinline__ void SumRows(const Op& op, const LoopGeometry<P, kLay
     __syncthreads();
     for (int k = 0; k < Op::kSums; ++k)
       for (int column = threadIdx.x; column < columns; column += P::kThreads)
-        write_chunk(k, column, total[k * columns + column]);
+        write(k, column, total[k * columns + column]);
   }
 }
 template <class P, int kV, Lay kLay, class A, class Op>
@@ -339,7 +344,8 @@ bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSl
       Placements{}, false,
       [&]<class P> {
         // A shift that is the same in all rows of a thread.
-        const int64_t step = results.chunks == 1 ? 1 : results.chunks * P::kTeams;
+        const bool apart = TeamsApart<P>(results.chunks, layouts.groups.total, layouts.rows.total);
+        const int64_t step = apart ? 1 : results.chunks * P::kTeams;
         const bool constant = kLay != Lay::kShifted || layouts.rows.total <= step ||
                               (layouts.rows.count == 1 && step * layouts.rows.strides[0][0] % kV == 0);
         // However few the rows are: groups and chunks make the blocks.
@@ -349,7 +355,8 @@ bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSl
         using RowType = LoopRow<P, kV, kLay, A, Op>;
         const int shared = std::max(RowType::SharedBytes(op.Inputs()), kTeamSumBytes<RowType, Op::kSums>);
         const int64_t groups = layouts.groups.total;
-        const int64_t blocks = results.chunks == 1 ? (groups + P::kTeams - 1) / P::kTeams : groups * results.chunks;
+        const bool apart = TeamsApart<P>(results.chunks, groups, layouts.rows.total);
+        const int64_t blocks = apart ? (groups + P::kTeams - 1) / P::kTeams : groups * results.chunks;
         const Grid grid = {blocks * P::kCluster, P::kThreads, P::kCluster, static_cast<size_t>(shared)};
         *status = Launch(stream, RowSumsKernel<P, kV, kLay, A, Op>, grid, op,
                          layouts.template To<LoopGeometry<P, kLay, Op>>(), GroupsOf<Op::kSlots, kLay>(layouts.groups),
@@ -454,7 +461,7 @@ bool LaunchRowStream(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
       return shape.columns.total > Tables::kFewColumns &&
              LaunchStreamPlacement<typename Tables::Plain, kV, Lay::kPlain, A>(stream, op, layouts, status);
     }
-    if (shape.columns.count > 1) return false;
+    if (shape.columns.count > 1 || shape.columns.total <= kShortColumns) return false;
     static_assert(WithoutGaps(typename Tables::Staged()));
     const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
     return LaunchStreamPlacement<typename Tables::Staged, 1, Lay::kPlain, A>(stream, op, elements, status) ||

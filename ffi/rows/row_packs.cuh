@@ -41,6 +41,26 @@ __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
   return out;
 }
 
+// The same for elements of 8 or 16 bits, out of the aligned words around them; beyond [first, end) zeros or neighbours.
+template <class T, int N>
+__device__ Pack<T, N> ReadUnalignedFew(const T* source, int first, int end) {
+  constexpr int kWords = sizeof(T) * N / 4, kPer = 4 / sizeof(T);
+  static_assert(sizeof(T) < 4 && kWords > 0);
+  const int behind = static_cast<int>(reinterpret_cast<uintptr_t>(source) / sizeof(T) % kPer);
+  const uint32_t* const aligned = reinterpret_cast<const uint32_t*>(source - behind);
+  uint32_t around[kWords + 1];
+#pragma unroll
+  for (int w = 0; w <= kWords; ++w) {
+    const int element = kPer * w - behind;
+    around[w] = element + kPer > first && element < end && (w < kWords || behind > 0) ? __ldg(aligned + w) : 0;
+  }
+  Pack<T, N> out;
+#pragma unroll
+  for (int w = 0; w < kWords; ++w)
+    reinterpret_cast<uint32_t*>(&out)[w] = __funnelshift_r(around[w], around[w + 1], 8 * sizeof(T) * behind);
+  return out;
+}
+
 // kPadded: packs beyond a row's end, and rows beyond the last, are zeros that
 // leave the body's sums alone, so that they are not tested for but where they
 // are stored.
@@ -247,6 +267,9 @@ class RowPacks {
     if constexpr (kShifted && sizeof(T) == 4) {
       if (step == 1) return ReadUnaligned<T, kV>(source, -column, columns() - column);
     }
+    if constexpr (kShifted && sizeof(T) < 4 && kV * sizeof(T) >= 4) {
+      if (step == 1) return ReadUnalignedFew<T, kV>(source, -column, columns() - column);
+    }
     if constexpr (kLay == Lay::kPlain && !P::kAcross) {
       return ReadPack<kV>(source);
     } else {
@@ -277,10 +300,12 @@ class RowPacks {
   __device__ void Write(const Target& tensor, int pack, int column, const Pack<ElementOf<Target>, kV>& values) const {
     if (!live(pack) || (kPadded && !Begins(pack, column))) return;
     const Target target = tensor + Offset(0, pack, column);
-    if constexpr (P::kBackwards) {
-      StoreVectorOnce(reinterpret_cast<Pack<ElementOf<Target>, kV>*>(target), values);
-    } else if (Whole(column)) {
-      WritePack<kHeld || P::kAcross>(target, values);
+    if (Whole(column)) {
+      if constexpr (P::kBackwards && kV > 1) {
+        StoreVectorOnce(reinterpret_cast<Pack<ElementOf<Target>, kV>*>(target), values);
+      } else {
+        WritePack<kHeld || P::kAcross>(target, values);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < kV; ++i)

@@ -1,11 +1,13 @@
-// Rows across that are too long for a cluster to hold: split into parts, runs of their columns, for blocks that do not
-// wait for each other. The blocks of a first kernel join what they find in their parts and put it into a workspace
-// [parts, values, rows]; those of a second one join all parts of their rows, in an order that depends on the number of
-// parts alone, and store the results of their own part. The inputs are read once more than they would have to be, but
-// both times as fast as the memory gives them; what the first kernel has read last the second one reads first, while
-// it is in the L2 cache.
+// Rows that are too long, for so few of them: split into parts, runs of their columns, for blocks that do not wait for
+// each other. The blocks of a first kernel join what they find in their parts and put it into a workspace [parts,
+// values, rows]; those of a second one join all parts of their rows, in an order that depends on the number of parts
+// alone, and store the results of their own part. The inputs are read once more than they would have to be, but both
+// times as fast as the memory gives them; what the first kernel has read last the second one reads first, while it is
+// in the L2 cache.
 #ifndef JAXOPS_ROWS_SPLIT_ROWS_CUH_
 #define JAXOPS_ROWS_SPLIT_ROWS_CUH_
+
+#include <array>
 
 #include "rows/launch.cuh"
 
@@ -13,31 +15,68 @@ namespace jaxops::rows {
 
 // All parts but the last have a multiple of this many columns: whole runs of packs for every thread. jaxops/_rows.py
 // makes as many parts as that gives.
-inline constexpr int kPartColumns = 256;
+inline constexpr int kPartColumns = 256;  // of rows across
+inline constexpr int kPartColumnsAlong = 4096;
+
+// Where each row is alone in its group: the results of the op's sums over rows, which are no sums then; else null.
+template <class A>
+using SumPointers = std::array<A*, 2>;
 
 template <class A>
 struct RowParts {
   int count;
   A* workspace;
   int columns;  // of each part; the last ones may have fewer, or none
+  SumPointers<A> sums;
+};
+
+// Takes the place of HeldSums there: stores what would be added.
+template <class A, int kSlot>
+struct StoredSums {
+  const SumPointers<A>& results;
+
+  template <class Row, class... Es>
+  __device__ void AddPack(const Row& row, int pack, int column, const Es&... es) const {
+    constexpr int kV = Row::kV;
+    int k = 0;
+    const auto store = [&](const auto& e) {
+      A* const result = results[k++];
+      if (!result) return;
+      const int64_t offset = row.Offset(kSlot, pack, column), step = row.Step(kSlot);
+      const Pack<A, kV> values = ToPack<A, kV>(e(pack, column));
+      if (row.Whole(column) && step == 1 && offset % kV == 0) {
+        StoreVector(reinterpret_cast<Pack<A, kV>*>(result + offset), values);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kV; ++i)
+          if (row.Inside(column, i)) result[offset + i * step] = values.lane[i];
+      }
+    };
+    (store(es), ...);
+  }
 };
 
 // A part of rows; `block`: of the grid (part, rows of a block).
-template <class P, int kV, class A, class Op>
-class SplitRow : public Row<P, kV, Lay::kPlain, A, GeometryOf<Op::kSlots, Lay::kPlain>> {
-  using Base = Row<P, kV, Lay::kPlain, A, GeometryOf<Op::kSlots, Lay::kPlain>>;
+template <class P, int kV, Lay kLay, class A, class Op>
+class SplitRow : public Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>> {
+  using Base = Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>;
+  using Base::kRows;
 
  public:
   __device__ SplitRow(const typename Base::Geometry& geometry, const RowParts<A>& parts, int64_t block)
       : Base(geometry), parts_(parts), rows_(geometry.rows.total) {
     const int64_t blocks = (rows_ + Base::kBlockRows - 1) / Base::kBlockRows;
-    part_ = static_cast<int>(block / blocks);
-    const int begin = static_cast<int>(std::min<int64_t>(int64_t{part_} * parts.columns, this->columns()));
-    this->lane_ += begin;
-    this->end_ = begin + min(parts.columns, this->columns() - begin);
-    const int64_t first = (block - part_ * blocks) * Base::kBlockRows;
+    const int part = static_cast<int>(block / blocks), columns = this->columns();
+    // Where packs begin: a row that begins within one ends up to a pack later.
+    const int all = Base::kShifted ? (columns / kV + 2) * kV : columns;
+    const int begin = static_cast<int>(std::min<int64_t>(int64_t{part} * parts.columns, all));
+    this->lane_ += begin / (P::kAcross ? 1 : kV);
+    const int64_t first = (block - part * blocks) * Base::kBlockRows;
     this->MoveToTeam(first, rows_, {});
-    row_ = std::min<int64_t>(first + Base::Team() * kV, rows_ - kV);
+    row_ = std::min<int64_t>(first + Base::Team() * kRows, rows_ - kRows);
+    part_ = part;
+    const int shift = Base::kShifted ? this->shift_[0] : 0;
+    this->end_ = part == parts.count - 1 ? columns : min(columns, begin + min(parts.columns, all - begin) - shift);
   }
 
   // Puts the joined values of this part into the workspace.
@@ -46,8 +85,8 @@ class SplitRow : public Row<P, kV, Lay::kPlain, A, GeometryOf<Op::kSlots, Lay::k
     if (threadIdx.x >= P::kTeams || !this->live(0)) return;
 #pragma unroll
     for (int k = 0; k < Part::kCount; ++k)
-      StoreVector(reinterpret_cast<Pack<A, kV>*>(Place<Part>(part_, k)),
-                  ToPack<A, kV>([&](int r) { return part.values[r].v[k]; }));
+      StoreVector(reinterpret_cast<Pack<A, kRows>*>(Place<Part>(part_, k)),
+                  ToPack<A, kRows>([&](int r) { return part.values[r].v[k]; }));
   }
 
   // The join of all parts.
@@ -59,18 +98,25 @@ class SplitRow : public Row<P, kV, Lay::kPlain, A, GeometryOf<Op::kSlots, Lay::k
     for (auto& values : joined.values) values = J::template Identity<A, Part::kCount>();
 #pragma unroll 4
     for (int part = threadIdx.x / P::kTeams; part < parts_.count; part += P::kLanes) {
-      Pack<A, kV> found[Part::kCount];
+      Pack<A, kRows> found[Part::kCount];
 #pragma unroll
-      for (int k = 0; k < Part::kCount; ++k) found[k] = ReadPack<kV>(Place<Part>(part, k));
+      for (int k = 0; k < Part::kCount; ++k) found[k] = ReadPack<kRows>(Place<Part>(part, k));
 #pragma unroll
-      for (int r = 0; r < kV; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         Values<A, Part::kCount> values;
 #pragma unroll
         for (int k = 0; k < Part::kCount; ++k) values.v[k] = found[k].lane[r];
         joined.values[r] = J::Join(joined.values[r], values);
       }
     }
+    if constexpr (Part::kOfWarp) JoinWarp<P, J>(joined.values);
     return this->Join(joined);
+  }
+
+  // Parameters are read where they are used.
+  template <int kNumber, class E>
+  __device__ E KeepParameter(const E& expression) const {
+    return expression;
   }
 
  private:
@@ -84,23 +130,33 @@ class SplitRow : public Row<P, kV, Lay::kPlain, A, GeometryOf<Op::kSlots, Lay::k
   int part_;
 };
 
-template <class P, int kV, class A, class Op>
+// Whether an op's first half adds to sums over rows.
+template <class Op>
+concept SumsColumns = Op::kParameters > 0 && requires { Op::kSums; };
+
+template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
-    SplitRowsKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, Lay::kPlain> geometry,
+    SplitRowsKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry,
                     const __grid_constant__ RowParts<A> parts) {
   if constexpr (kRunsHere<P>) {
-    SplitRow<P, kV, A, Op> row(geometry, parts, blockIdx.x);
-    row.WritePart(row.Join(op.Begin(row, op.Parameters(row), op.Scalars(row))));
+    SplitRow<P, kV, kLay, A, Op> row(geometry, parts, blockIdx.x);
+    const auto parameters = op.Parameters(row);
+    const auto scalars = op.Scalars(row);
+    if constexpr (SumsColumns<Op>) {
+      const StoredSums<A, Op::kSumSlot> sums{parts.sums};
+      row.WritePart(row.Join(op.Begin(row, parameters, scalars, sums)));
+    } else {
+      row.WritePart(row.Join(op.Begin(row, parameters, scalars)));
+    }
   }
 }
 
-template <class P, int kV, class A, class Op>
+template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
-    FinishRowsKernel(const __grid_constant__ Op op,
-                     const __grid_constant__ GeometryOf<Op::kSlots, Lay::kPlain> geometry,
+    FinishRowsKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry,
                      const __grid_constant__ RowParts<A> parts) {
   if constexpr (kRunsHere<P>) {
-    SplitRow<P, kV, A, Op> row(geometry, parts, gridDim.x - 1 - blockIdx.x);
+    SplitRow<P, kV, kLay, A, Op> row(geometry, parts, gridDim.x - 1 - blockIdx.x);
     const auto parameters = op.Parameters(row);
     const auto scalars = op.Scalars(row);
     const auto joined = row.template JoinParts<decltype(op.Begin(row, parameters, scalars))>();
@@ -108,33 +164,64 @@ __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
   }
 }
 
-// Runs op in two halves, op.Begin and op.End, over rows that are split into so many parts; false where LaunchRows
-// should. The workspace has room for them.
-template <class T, class U, class Op, int kMore>
-bool LaunchSplitRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape, int64_t count, void* workspace,
-                     cudaError_t* status) {
-  if constexpr (std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16, __half>) {
-    using A = Accumulator<T>;
-    using P = SplitAcross<16, 16, 8, 4>;
-    using F = SplitAcross<16, 16, 8, 4, /*kBackwards=*/true>;
-    using G = GeometryOf<Op::kSlots, Lay::kPlain>;
-    constexpr int kV = kPackAcross<T>;
-    if (count == 0 || !shape.across || shape.size() == 0 || !RunsOn<P>(CompiledCapability())) return false;
-    const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
-    if (!layouts.plain || !layouts.template Fit<G>()) return false;
-    const int64_t each = (layouts.columns.total + count - 1) / count;
-    const RowParts<A> parts = {static_cast<int>(count), static_cast<A*>(workspace),
-                               static_cast<int>((each + kPartColumns - 1) / kPartColumns * kPartColumns)};
-    const auto grid = [&]<class Q>(Q) {
-      constexpr int kBlockRows = SplitRow<Q, kV, A, Op>::kBlockRows;
-      return Grid{(layouts.rows.total + kBlockRows - 1) / kBlockRows * count, Q::kThreads};
-    };
-    const G geometry = layouts.template To<G>();
-    *status = Launch(stream, SplitRowsKernel<P, kV, A, Op>, grid(P()), op, geometry, parts);
-    if (*status == cudaSuccess) {
-      *status = Launch(stream, FinishRowsKernel<F, kV, A, Op>, grid(F()), op, geometry, parts);
+// Runs the kernels of the placements P, then F, over rows that are split into parts; false if they do not fit.
+template <class P, class F, int kV, Lay kLay, class A, class Op>
+bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, const AnyBuffer& workspace,
+                 const SumPointers<A>& sums, cudaError_t* status) {
+  using G = GeometryOf<Op::kSlots, kLay>;
+  if (!layouts.template Fit<G>() || !RunsOn<P>(CompiledCapability())) return false;
+  constexpr int kMultiple = P::kAcross ? kPartColumns : kPartColumnsAlong;
+  const int64_t count = workspace.dimensions()[0];
+  const int64_t each = (layouts.columns.total + count - 1) / count;
+  const RowParts<A> parts = {static_cast<int>(count), static_cast<A*>(workspace.untyped_data()),
+                             static_cast<int>((each + kMultiple - 1) / kMultiple * kMultiple), sums};
+  constexpr int kBlockRows = SplitRow<P, kV, kLay, A, Op>::kBlockRows;
+  static_assert(kBlockRows == SplitRow<F, kV, kLay, A, Op>::kBlockRows && P::kThreads == F::kThreads);
+  const Grid grid = {(layouts.rows.total + kBlockRows - 1) / kBlockRows * count, P::kThreads};
+  const G geometry = layouts.template To<G>();
+  *status = Launch(stream, SplitRowsKernel<P, kV, kLay, A, Op>, grid, op, geometry, parts);
+  if (*status == cudaSuccess) {
+    *status = Launch(stream, FinishRowsKernel<F, kV, kLay, A, Op>, grid, op, geometry, parts);
+  }
+  return true;
+}
+
+// Runs op, or single (see LaunchRows), in two halves, op.Begin and op.End, over rows that are split into the parts of
+// a workspace (CheckParts); false where LaunchRows should. kAcross: rows across, too. sums: see
+// RowParts.
+template <class T, class U, bool kAcross, class Op, class SingleOp, int kMore>
+bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape,
+                     const AnyBuffer& workspace, const SumPointers<Accumulator<T>>& sums, cudaError_t* status) {
+  using A = Accumulator<T>;
+  constexpr bool kPacks = std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16, __half>;
+  if (shape.size() == 0) return false;
+  if (shape.across) {
+    if constexpr (kPacks && kAcross) {
+      using P = SplitAcross<16, 16, 8, 4>;
+      using F = SplitAcross<16, 16, 8, 4, /*kBackwards=*/true>;
+      constexpr int kV = kPackAcross<T>;
+      const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
+      return layouts.plain && LaunchParts<P, F, kV, Lay::kPlain, A>(stream, op, layouts, workspace, sums, status);
     }
-    return true;
+    return false;
+  }
+  if constexpr (std::is_same_v<A, float>) {
+    if constexpr (kPacks) {
+      using P = SplitAlong<512, 4, 2>;
+      using F = SplitAlong<512, 4, 2, /*kBackwards=*/true>;
+      constexpr int kV = kPackOf<T>;
+      const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
+      bool done = false;
+      if (shape.columns.count == 1) {
+        done = LaunchParts<P, F, kV, Lay::kShifted, A>(stream, op, layouts, workspace, sums, status);
+      } else if constexpr (kTuned<T>) {
+        done = layouts.aligned && LaunchParts<P, F, kV, Lay::kGeneral, A>(stream, op, layouts, workspace, sums, status);
+      }
+      if (done) return true;
+    }
+    using P = SplitAlong<512, 4>;
+    const Layouts<SingleOp::kSlots> elements(shape, 1, SingleOp::kBroadcasts);
+    return LaunchParts<P, P, 1, Lay::kGeneral, A>(stream, single, elements, workspace, sums, status);
   }
   return false;
 }

@@ -71,6 +71,9 @@ class _Kernels:
             f"-> y: full, sum: full?residual, {kept_for_backward}",
             functools.partial(_plain_forward, centred),
             jvp=self._jvp,
+            joined=3 if centred else 1,
+            split_across=False,
+            unsplit=("where",),
         )
         self.backward = RowKernel(
             f"{op}_bwd",
@@ -79,6 +82,9 @@ class _Kernels:
             functools.partial(_plain_backward, centred),
             linear=("dy", "dsum"),
             transpose=self._transpose_backward,
+            joined=2,
+            split_across=False,
+            unsplit=("where",),
         )
         self.tangent = RowKernel(
             f"{op}_jvp",

@@ -8,6 +8,7 @@
 
 #include "ops/norm/norm.h"
 #include "rows/row_loop.cuh"
+#include "rows/split_rows.cuh"
 
 namespace jaxops {
 namespace {
@@ -79,9 +80,9 @@ struct NormForwardOp {
     Finish(row, values, parameters, row.Join(PartOf(row, values)));
   }
   // The same in two halves.
-  __device__ auto Begin(const auto& row, const auto&, int) const { return PartOf(row, row.template Load<0>(x)); }
+  __device__ auto Begin(const auto& row, const auto&, int) const { return PartOf(row, row.LoadSum(x, residual, sum)); }
   __device__ void End(const auto& row, const auto& parameters, int, const auto& moments) const {
-    Finish(row, row.template Load<0>(x), parameters, moments);
+    Finish(row, row.template Load<0>(residual ? Tensor<const T>(sum) : x), parameters, moments);
   }
 
  private:
@@ -282,10 +283,10 @@ struct NormStreams {
 
 template <bool kCentred>
 Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
-              bool has_residual, bool has_scale, bool has_bias, bool has_where, double epsilon) {
+              bool has_residual, bool has_scale, bool has_bias, bool has_where, bool has_parts, double epsilon) {
   const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
   NormCall call;
-  const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where};
+  const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where, has_parts};
   JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/false, kCentred, attributes, args, results, &call));
   if (has_where && !kCentred) return Invalid(handler, "takes no where");
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
@@ -308,13 +309,15 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
   const auto launch = [&]<bool kWhere, class T, class U> {
     using S = rows::Single<T>;
     const auto op = make.template operator()<kWhere, T, U>();
+    const auto single = make.template operator()<kWhere, S, S>();
     if constexpr (!kWhere) {
       cudaError_t status = cudaSuccess;
-      const bool streamed = (call.scale || call.bias) && !call.residual &&
-                            rows::LaunchRowStream<NormStreams<kCentred, T>, T, U>(stream, op, call.shape, &status);
-      if (streamed) return FromCuda(handler, status);
+      const bool done = (call.parts && rows::LaunchSplitRows<T, U, /*kAcross=*/false>(stream, op, single, call.shape,
+                                                                                      *call.parts, {}, &status)) ||
+                        ((call.scale || call.bias) && !call.residual &&
+                         rows::LaunchRowStream<NormStreams<kCentred, T>, T, U>(stream, op, call.shape, &status));
+      if (done) return FromCuda(handler, status);
     }
-    const auto single = make.template operator()<kWhere, S, S>();
     return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, single, call.shape));
   };
   const DataType input = call.x->element_type(), output = call.y->element_type();
@@ -327,12 +330,13 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
 
 template <bool kCentred>
 Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
-               bool has_scale, bool has_where, bool has_dsum, bool has_dscale, bool has_dbias) {
+               bool has_scale, bool has_where, bool has_parts, bool has_dsum, bool has_dscale, bool has_dbias) {
   const char* handler = kCentred ? "layer_norm_bwd" : "rms_norm_bwd";
   NormCall call;
   const NormAttributes attributes = {.axes = axes,
                                      .has_scale = has_scale,
                                      .has_where = has_where,
+                                     .has_parts = has_parts,
                                      .has_dsum = has_dsum,
                                      .has_dscale = has_dscale,
                                      .has_dbias = has_dbias};
@@ -361,12 +365,18 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
     const rows::SumResults<A> sums(call.sums, call.shape, has_dscale, has_dbias);
     if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
     cudaError_t status = cudaSuccess;
+    bool done = false;
     if constexpr (!kWhere) {
-      const bool looped = call.sums.count && !call.shape.across &&
+      rows::SumPointers<A> alone = {};
+      if (call.shape.rows.total == 1) alone = {sums.results[0], sums.results[1]};
+      done = call.parts && rows::LaunchSplitRows<T, U, /*kAcross=*/false>(stream, op, single, call.ungrouped,
+                                                                          *call.parts, alone, &status);
+      if (done && call.shape.rows.total == 1) return FromCuda(handler, status);
+      const bool looped = !done && call.sums.count && !call.shape.across &&
                           rows::LaunchRowSums<T, U>(stream, op, single, call.shape, sums, &status);
       if (looped) return FromCuda(handler, status);
     }
-    status = rows::LaunchRows<T, U>(stream, op, single, call.ungrouped);
+    if (!done) status = rows::LaunchRows<T, U>(stream, op, single, call.ungrouped);
     if (status != cudaSuccess || call.sums.count == 0) return FromCuda(handler, status);
     const ParameterGradients<kCentred, S> gradients = {
         .x = single.x, .dy = single.dy, .mean = op.mean, .rstd = op.rstd};

@@ -1,9 +1,10 @@
 // The operands of layer_norm (centred) and rms_norm (not centred), checked; shared by the CPU and the CUDA handlers.
-//   forward:  x, [residual], [scale], [bias], [where]          -> y, [sum], [mean], rstd
-//   backward: x, [scale], [where], [mean], rstd, dy, [dsum]    -> dx, [workspace, [dscale], [dbias]]
+//   forward:  x, [residual], [scale], [bias], [where]          -> y, [sum], [mean], rstd, [parts]
+//   backward: x, [scale], [where], [mean], rstd, dy, [dsum]    -> dx, [workspace, [dscale], [dbias]], [parts]
 // mean is there for layer_norm only. With a residual, x + residual is normalised and is the result `sum`; the backward
 // pass takes that sum as x, and adds its cotangent dsum to dx. where says which positions count in the statistics.
-// scale and bias, their gradients, mean and rstd have the accumulator's dtype.
+// scale and bias, their gradients, mean and rstd have the accumulator's dtype. parts is a workspace, with which a GPU
+// may split the rows of a call without where; see CheckParts.
 #ifndef JAXOPS_OPS_NORM_NORM_H_
 #define JAXOPS_OPS_NORM_NORM_H_
 
@@ -23,13 +24,14 @@ struct NormCall {
   std::optional<AnyBuffer> x, residual, scale, bias, where;
   std::optional<AnyBuffer> y, sum, mean, rstd;  // results of the forward pass; mean and rstd: operands of the backward
   std::optional<AnyBuffer> dy, dsum, dx;
+  std::optional<AnyBuffer> parts;
   SummedResults sums;
   bool has_dscale = false, has_dbias = false;  // sums.results: those that are there, in this order
 };
 
 struct NormAttributes {
   ffi::Span<const int64_t> axes;
-  bool has_residual = false, has_scale = false, has_bias = false, has_where = false;
+  bool has_residual = false, has_scale = false, has_bias = false, has_where = false, has_parts = false;
   bool has_dsum = false, has_dscale = false, has_dbias = false;  // of the backward pass
 };
 
@@ -85,9 +87,15 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
     JAXOPS_RETURN_IF_ERROR(take(result, "mean", centred, wide, kRow, Call::kRow, &call->mean));
     JAXOPS_RETURN_IF_ERROR(take(result, "rstd", true, wide, kRow, Call::kRow, &call->rstd));
   }
+  if (has.has_parts) JAXOPS_RETURN_IF_ERROR(result.Take(&call->parts));
   JAXOPS_RETURN_IF_ERROR(arg.End());
   JAXOPS_RETURN_IF_ERROR(result.End());
   JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->shape));
+  if (has.has_parts) {
+    // Backward: sum(g) and sum(g x^). Forward: count, mean and squared deviations, or the sum of squares.
+    const int values = backward ? 2 : centred ? 3 : 1;
+    JAXOPS_RETURN_IF_ERROR(CheckParts(handler, call->shape, wide, values, *call->parts));
+  }
   if (!backward) return Error::Success();
   JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->ungrouped, false));
   call->has_dscale = has.has_dscale;
@@ -106,6 +114,7 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
                      .Attr<bool>("has_scale")                       \
                      .Attr<bool>("has_bias")                        \
                      .Attr<bool>("has_where")                       \
+                     .Attr<bool>("has_parts")                       \
                      .Attr<double>("epsilon"))
 #define JAXOPS_NORM_BACKWARD(op, centred)                           \
   JAXOPS_HANDLER(op##_bwd, (jaxops::Backward<centred>),             \
@@ -114,6 +123,7 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
                      .Attr<::xla::ffi::Span<const int64_t>>("axes") \
                      .Attr<bool>("has_scale")                       \
                      .Attr<bool>("has_where")                       \
+                     .Attr<bool>("has_parts")                       \
                      .Attr<bool>("has_dsum")                        \
                      .Attr<bool>("has_dscale")                      \
                      .Attr<bool>("has_dbias"))

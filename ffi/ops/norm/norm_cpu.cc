@@ -71,10 +71,10 @@ JAXOPS_INLINE void BackwardRow(const Loop& loop, bool centred, const A* x, const
 
 template <bool kCentred>
 Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
-              bool has_residual, bool has_scale, bool has_bias, bool has_where, double epsilon) {
+              bool has_residual, bool has_scale, bool has_bias, bool has_where, bool has_parts, double epsilon) {
   const char* handler = kCentred ? "layer_norm_fwd" : "rms_norm_fwd";
   NormCall call;
-  const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where};
+  const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where, has_parts};
   JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/false, kCentred, attributes, args, results, &call));
   return VisitAccumulator(handler, {*call.x, *call.y}, [&]<class A> {
     A* const means = RowValues<A>(call.mean);
@@ -105,12 +105,13 @@ Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, 
 
 template <bool kCentred>
 Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
-               bool has_scale, bool has_where, bool has_dsum, bool has_dscale, bool has_dbias) {
+               bool has_scale, bool has_where, bool has_parts, bool has_dsum, bool has_dscale, bool has_dbias) {
   const char* handler = kCentred ? "layer_norm_bwd" : "rms_norm_bwd";
   NormCall call;
   const NormAttributes attributes = {.axes = axes,
                                      .has_scale = has_scale,
                                      .has_where = has_where,
+                                     .has_parts = has_parts,
                                      .has_dsum = has_dsum,
                                      .has_dscale = has_dscale,
                                      .has_dbias = has_dbias};
