@@ -19,9 +19,8 @@ using StreamedAcross = Across<kWidth, kLanes, 0, kCluster, kBlocks>;
 // measurements.
 // Before all of these: the shortest rows, which more lanes would be idle for.
 using Shortest = Types<Along<1, 1, 2>,           //      8
-                       Along<1, 1>,              //      8, where rows differ in what is broadcast to them
                        Along<2, 1, 2>,           //     16
-                       Along<2, 2>>;             //     32
+                       Along<2, 2>>;             //     32, and where rows differ in what is broadcast to them
 using ShortestAcross = Types<Across<128, 1, 4>,  //  4 columns
                              Across<32, 4, 4>>;  // 16
 struct OneInput {
@@ -183,7 +182,8 @@ struct TwoInputs : OneInput {
 struct TwoInputsWithParameters : TwoInputs {
   using Shifted = OneInputWithParameter::Shifted;
 };
-// Each placement costs build time: fewer for bodies that hold more than packs, and for f16.
+// Each placement costs build time and size: fewer for bodies that hold more than packs, and for f16. What is too long
+// for them is taken as if it were unaligned.
 struct Short : OneInput {
   using Plain = Types<Along<8, 1>,             //     64
                       Along<8, 4, 1, 1, 4>,    //    256
@@ -193,8 +193,7 @@ struct Short : OneInput {
                       Along<128, 4>,           //   4096
                       Along<256, 4, 1, 1, 2>,  //   8192
                       Along<512, 4>,           //  16384
-                      Along<512, 4, 1, 8>,     // 131072
-                      StreamedAlong<512>>;
+                      Along<512, 4, 1, 8>>;    // 131072
   using PlainAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64, 16>, StreamedAcross<8, 64>>;
   using PlainAcross16 = PlainAcross;
   using Shifted = Types<Along<32, 2>, Along<128, 5>, Along<512, 5>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
@@ -210,8 +209,7 @@ struct Options : Short {
                       Along<128, 4, 1, 1, 7>,  //   4096
                       Along<256, 4, 1, 1, 3>,  //   8192
                       Along<512, 4>,           //  16384
-                      Along<512, 4, 1, 8>,     // 131072
-                      StreamedAlong<512>>;
+                      Along<512, 4, 1, 8>>;    // 131072
 };
 // Masked logits of 16 bits are held as they are. What a thread does for a row, however many packs it has of it, is a
 // third of the work.
@@ -224,13 +222,12 @@ struct Masks16 : Short {
                       Along<64, 8, 1, 1, 6>,   //   4096
                       Along<128, 8, 1, 1, 6>,  //   8192
                       Along<256, 8, 1, 1, 3>,  //  16384
-                      Along<512, 4, 1, 8>,     // 131072
-                      StreamedAlong<512>>;
+                      Along<512, 4, 1, 8>>;    // 131072
 };
 // Results of another dtype than the input's. A pack has four elements.
 struct Mixed {
-  using Plain = Types<Along<4, 2>, Along<8, 4>, Along<32, 4>, Along<128, 4>, Along<256, 4>, Along<512, 4>,
-                      Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using Plain =
+      Types<Along<4, 2>, Along<8, 4>, Along<32, 4>, Along<128, 4>, Along<256, 4>, Along<512, 4>, Along<512, 4, 1, 8>>;
   using PlainAcross = Types<>;
   using PlainAcross16 = Types<>;
   using Shifted = Types<Along<32, 5>, Along<256, 5>, StreamedAlong<512>>;
@@ -450,7 +447,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
       }
     }
   }
-  if (!done && packs.aligned) {
+  if (!done && packs.aligned && !packs.plain) {
     done = LaunchPlacement<typename Table::General, kV, Lay::kGeneral, A>(stream, op, packs, &status);
   }
   if (!done && shape.columns.count == 1) {

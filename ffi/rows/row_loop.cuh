@@ -94,7 +94,7 @@ using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                      
                                    Looped<Along<512, 2, 1, 16>, 2>>;
 using ShortSumPlacements =
     Types<Looped<Along<8, 2>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>,
-          Looped<Along<512, 4>, 2, true>, Looped<Along<512, 4, 1, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
+          Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
 using ElementSumPlacements =
     Types<Looped<Along<4, 8>, 2>, Looped<Along<32, 8>, 2>, Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 template <class P, int kStages, bool kShared, bool kKept>

@@ -41,7 +41,7 @@ __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
   return out;
 }
 
-// The same for elements of 8 or 16 bits, out of the aligned words around them; beyond [first, end) zeros or neighbours.
+// The same for elements of 8 or 16 bits, out of the aligned words around them.
 template <class T, int N>
 __device__ Pack<T, N> ReadUnalignedFew(const T* source, int first, int end) {
   constexpr int kWords = sizeof(T) * N / 4, kPer = 4 / sizeof(T);
@@ -58,6 +58,11 @@ __device__ Pack<T, N> ReadUnalignedFew(const T* source, int first, int end) {
 #pragma unroll
   for (int w = 0; w < kWords; ++w)
     reinterpret_cast<uint32_t*>(&out)[w] = __funnelshift_r(around[w], around[w + 1], 8 * sizeof(T) * behind);
+  if (first > 0 || end < N) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < first || i >= end) out.Set(i, T(0.0f));
+  }
   return out;
 }
 

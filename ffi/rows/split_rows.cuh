@@ -206,7 +206,7 @@ bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, 
     return false;
   }
   if constexpr (std::is_same_v<A, float>) {
-    if constexpr (kPacks) {
+    if constexpr (kTuned<T, U>) {
       using P = SplitAlong<512, 4, 2>;
       using F = SplitAlong<512, 4, 2, /*kBackwards=*/true>;
       constexpr int kV = kPackOf<T>;
@@ -214,7 +214,7 @@ bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, 
       bool done = false;
       if (shape.columns.count == 1) {
         done = LaunchParts<P, F, kV, Lay::kShifted, A>(stream, op, layouts, workspace, sums, status);
-      } else if constexpr (kTuned<T>) {
+      } else {
         done = layouts.aligned && LaunchParts<P, F, kV, Lay::kGeneral, A>(stream, op, layouts, workspace, sums, status);
       }
       if (done) return true;
