@@ -48,7 +48,7 @@ def row_calls(op: str, dtype: str, options: bool, across: bool = False, platform
     shape, axis = ((ROWS, LENGTH, COLUMNS), 1) if across else ((ROWS, COLUMNS), -1)
     columns = (LENGTH, 1) if across else (COLUMNS,)
     wide = "float64" if dtype == "float64" else "float32"
-    where = ((ROWS, 1, COLUMNS) if across else (ROWS, 1), "bool")
+    where = ((ROWS, 1, COLUMNS) if across else (1, COLUMNS), "bool")  # along rows, beyond whose edges nothing may count
     call = functools.partial(getattr(jaxops, op), axis=axis)
     x = (shape, dtype)
     if not options:

@@ -295,11 +295,11 @@ using Tables = std::conditional_t<
 // any length. Each costs build time and size for every architecture.
 template <class P>
 inline constexpr bool kPortable =
-    kIsOneOf<P, Along<16, 2, 2>, Along<8, 4>, Along<8, 4, 1, 1, 9>, Along<32, 4>, Along<128, 4>, Along<128, 4, 1, 1, 9>,
-             Along<256, 4>, Along<256, 8>, Along<256, 8, 1, 1, 2>, Along<256, 8, 1, 1, 3>, Along<512, 4>,
-             Along<512, 4, 1, 8>, Along<512, 8, 1, 16>, Along<32, 5>, Along<128, 5>, Along<32, 4, 1, 1, 7>,
-             Along<128, 4, 1, 1, 7>, Along<16, 8, 1, 1, 6>, Along<128, 8, 1, 1, 6>, StreamedAlong<512>,
-             Across<8, 32, 8>, Across<8, 32, 8, 1, 3>, Across<8, 64, 8>, StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
+    kIsOneOf<P, Along<8, 4>, Along<32, 4>, Along<128, 4>, Along<128, 4, 1, 1, 9>, Along<256, 4>, Along<256, 8>,
+             Along<256, 8, 1, 1, 2>, Along<256, 8, 1, 1, 3>, Along<512, 4>, Along<512, 8, 1, 16>, Along<32, 5>,
+             Along<128, 5>, Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, Along<16, 8, 1, 1, 6>,
+             Along<128, 8, 1, 1, 6>, StreamedAlong<512>, Across<8, 32, 8>, Across<8, 32, 8, 1, 3>, Across<8, 64, 8>,
+             StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
 
 // Whether code for a compute capability has kernels of a placement. Clusters of more than 8 blocks are Hopper's and
 // those of the data centres' GPUs that followed it.

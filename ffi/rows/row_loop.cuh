@@ -99,10 +99,9 @@ using ElementSumPlacements =
     Types<Looped<Along<4, 8>, 2>, Looped<Along<32, 8>, 2>, Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 template <class P, int kStages, bool kShared, bool kKept>
 inline constexpr bool kPortable<Looped<P, kStages, kShared, kKept>> =
-    kIsOneOf<Looped<P, kStages, kShared, kKept>, Looped<Along<16, 1, 2>, 2>, Looped<Along<16, 2, 2>, 2>,
-             Looped<Along<64, 4>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<128, 5>, 2, false, true>,
-             Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>, Looped<Along<256, 8>, 2>,
-             Looped<Along<512, 8, 1, 16>, 2>>;
+    kIsOneOf<Looped<P, kStages, kShared, kKept>, Looped<Along<16, 2, 2>, 2>, Looped<Along<64, 4>, 2>,
+             Looped<Along<64, 2>, 2>, Looped<Along<128, 5>, 2, false, true>, Looped<Along<512, 4>, 2, true>,
+             Looped<Along<512, 2, 1, 16>, 2>, Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 
 // op(row, op.Parameters(row), op.Scalars(row), sums...) for the rows begin, begin + step, ... below end, which
 // move(row, first) turns to. op.ForEachInput names what is fetched ahead. With P::kAhead in two halves, op.Begin and
