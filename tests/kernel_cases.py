@@ -153,10 +153,11 @@ def _options(handler: str, rows: Sequence[int], columns: Sequence[int]) -> list[
 
 HANDLERS = tuple(f"{op}_{way}" for op in ("softmax", "log_softmax", "layer_norm", "rms_norm") for way in ("fwd", "bwd"))
 
-#: Lengths of rows of adjacent elements; with the shortest and the longest of those that few tables have places for.
-_COLUMNS = (*COLUMNS_ONCE, 55, 524296)
+#: Lengths of rows of adjacent elements; with short ones of half packs and of single elements, and the shortest and the
+#: longest of those that few tables have places for.
+_COLUMNS = (*COLUMNS_ONCE, 12, 13, 28, 29, 55, 60, 524296)
 #: Lengths of rows whose elements lie apart, and how many rows lie side by side: packs of four rows, or not.
-_ACROSS = [(length, inner) for length in (9, *(2**k for k in range(6, 15)), 65536) for inner in (32, 33)]
+_ACROSS = [(length, inner) for length in (3, 9, *(2**k for k in range(6, 15)), 65536) for inner in (32, 33)]
 #: Rows of two column axes, the last one of so many elements.
 _TWO_AXES = (33, 48, 501, 512, 4001, 4096)
 
