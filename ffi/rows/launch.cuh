@@ -18,9 +18,10 @@ using StreamedAcross = Across<kWidth, kLanes, 0, kCluster, kBlocks>;
 // of rows across at most four elements; a comment gives the columns of 16-bit elements that fit. TUNING.md has the
 // measurements.
 // Before all of these: the shortest rows, which more lanes would be idle for.
-using Shortest = Types<Along<1, 1, 2>,           //      8
-                       Along<2, 1, 2>,           //     16
-                       Along<2, 2>>;             //     32, and where rows differ in what is broadcast to them
+using Shortest = Types<Along<1, 1, 2>,  //      8
+                       Along<2, 1, 2>,  //     16
+                       Along<2, 2>>;    //     32, and where rows differ in what is broadcast to them
+
 using ShortestAcross = Types<Across<128, 1, 4>,  //  4 columns
                              Across<32, 4, 4>>;  // 16
 struct OneInput {
@@ -244,25 +245,27 @@ struct NoPacks {
   using GeneralAcross = Types<>;
 };
 // Short rows that are no whole packs of 16 bits: of packs of half as many elements, and of single elements.
-using ShortHalves = Types<Along<2, 2>,      // 16
-                          Along<4, 2>,      // 32
-                          Along<8, 2>>;     // 64
-using ShortSingles = Types<Along<1, 4, 2>,  //  4
-                           Along<1, 8>,     //  8
-                           Along<2, 8>,     // 16
-                           Along<4, 8>>;    // 32
-inline constexpr int64_t kShortColumns = 32;
+using ShortHalves = Types<Along<2, 2>,   // 16
+                          Along<4, 2>,   // 32
+                          Along<8, 2>>;  // 64
+
+using ShortSingles = Types<Along<1, 4, 2>,    //  4
+                           Along<1, 8>,       //  8
+                           Along<2, 8>,       // 16
+                           Along<4, 8>>;      // 32
+inline constexpr int64_t kShortColumns = 32;  // that those hold
+
 // Longer ones are shifted, but for masks and biases, which lie otherwise.
 using ShortSinglesWithOptions = Joined<ShortSingles, Types<Along<8, 8>>>;  // 64
 // Single elements of any rows: what no table takes.
 struct SingleElements {
   using Plain = Types<>;
   using General = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
-  using PlainAcross = Types<Across<128, 1, 8>,      //    8
-                            Across<32, 16, 16>,     //  256
-                            Across<32, 16, 16, 8>,  // 2048
-                            StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
   using GeneralAcross = Types<StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
+  using PlainAcross = Joined<Types<Across<128, 1, 8>,       //    8
+                                   Across<32, 16, 16>,      //  256
+                                   Across<32, 16, 16, 8>>,  // 2048
+                             GeneralAcross>;
 };
 // Fewer: each costs a tenth of a megabyte of a release.
 struct SingleDoubles {
@@ -378,7 +381,9 @@ bool LaunchPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots
 template <class T, class Table>
 using PlainOf = Joined<std::conditional_t<std::is_same_v<T, double>, Types<>, Shortest>, typename Table::Plain>;
 
-// The dtypes for which there are placements of all kinds.
+// The dtypes for which there are packs across, and of those the ones for which there are placements of all kinds.
+template <class T, class U>
+inline constexpr bool kPacksAcross = std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16, __half>;
 template <class T, class U = T>
 inline constexpr bool kTuned = std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16>;
 
@@ -400,9 +405,8 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   bool done = false;
   if (shape.across) {
     constexpr int kV = kPackAcross<T, U>;
-    constexpr bool kPacks = std::is_same_v<T, U> && !std::is_same_v<T, double> && !std::is_same_v<T, AnyFloat>;
     using Plain = Joined<
-        std::conditional_t<kPacks, ShortestAcross, Types<>>,
+        std::conditional_t<kPacksAcross<T, U>, ShortestAcross, Types<>>,
         std::conditional_t<sizeof(T) + sizeof(U) == 4, typename Table::PlainAcross16, typename Table::PlainAcross>>;
     const Layouts<Op::kSlots> packs(shape, kV, Op::kBroadcasts);
     if (packs.plain) {

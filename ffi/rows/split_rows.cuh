@@ -193,10 +193,9 @@ template <class T, class U, bool kAcross, class Op, class SingleOp, int kMore>
 bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape,
                      const AnyBuffer& workspace, const SumPointers<Accumulator<T>>& sums, cudaError_t* status) {
   using A = Accumulator<T>;
-  constexpr bool kPacks = std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16, __half>;
   if (shape.size() == 0) return false;
   if (shape.across) {
-    if constexpr (kPacks && kAcross) {
+    if constexpr (kPacksAcross<T, U> && kAcross) {
       using P = SplitAcross<16, 16, 8, 4>;
       using F = SplitAcross<16, 16, 8, 4, /*kBackwards=*/true>;
       constexpr int kV = kPackAcross<T>;

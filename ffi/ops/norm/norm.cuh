@@ -367,11 +367,12 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
     cudaError_t status = cudaSuccess;
     bool done = false;
     if constexpr (!kWhere) {
-      rows::SumPointers<A> alone = {};
-      if (call.shape.rows.total == 1) alone = {sums.results[0], sums.results[1]};
+      const bool alone = call.shape.rows.total == 1;  // each row in its group
+      rows::SumPointers<A> direct = {};
+      if (alone) direct = {sums.results[0], sums.results[1]};
       done = call.parts && rows::LaunchSplitRows<T, U, /*kAcross=*/false>(stream, op, single, call.ungrouped,
-                                                                          *call.parts, alone, &status);
-      if (done && call.shape.rows.total == 1) return FromCuda(handler, status);
+                                                                          *call.parts, direct, &status);
+      if (done && alone) return FromCuda(handler, status);
       const bool looped = !done && call.sums.count && !call.shape.across &&
                           rows::LaunchRowSums<T, U>(stream, op, single, call.shape, sums, &status);
       if (looped) return FromCuda(handler, status);
