@@ -250,8 +250,9 @@ call = row_calls("softmax", "bfloat16", False)[0]
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), used + (1 << 28)))
 small = np.zeros(11, "uint16")
+huge = resized(call, 1, 2**30)
 try:
-    frames.call_handler("cpu", resized(call, 1, 2**30), [small.ctypes.data], [small.ctypes.data])
+    frames.call_handler("cpu", huge, *([small.ctypes.data] * len(side) for side in (huge.operands, huge.results)))
 except frames.HandlerError as error:
     print(error.code)
 frames.check_memory("cpu", frames.Host(), call, np.random.default_rng(0))
