@@ -41,31 +41,6 @@ __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
   return out;
 }
 
-// The same for elements of 8 or 16 bits, out of the aligned words around them.
-template <class T, int N>
-__device__ Pack<T, N> ReadUnalignedFew(const T* source, int first, int end) {
-  constexpr int kWords = sizeof(T) * N / 4, kPer = 4 / sizeof(T);
-  static_assert(sizeof(T) < 4 && kWords > 0);
-  const int behind = static_cast<int>(reinterpret_cast<uintptr_t>(source) / sizeof(T) % kPer);
-  const uint32_t* const aligned = reinterpret_cast<const uint32_t*>(source - behind);
-  uint32_t around[kWords + 1];
-#pragma unroll
-  for (int w = 0; w <= kWords; ++w) {
-    const int element = kPer * w - behind;
-    around[w] = element + kPer > first && element < end && (w < kWords || behind > 0) ? __ldg(aligned + w) : 0;
-  }
-  Pack<T, N> out;
-#pragma unroll
-  for (int w = 0; w < kWords; ++w)
-    reinterpret_cast<uint32_t*>(&out)[w] = __funnelshift_r(around[w], around[w + 1], 8 * sizeof(T) * behind);
-  if (first > 0 || end < N) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (i < first || i >= end) out.Set(i, T(0.0f));
-  }
-  return out;
-}
-
 // kPadded: packs beyond a row's end, and rows beyond the last, are zeros that
 // leave the body's sums alone, so that they are not tested for but where they
 // are stored.
@@ -272,9 +247,6 @@ class RowPacks {
     if constexpr (kShifted && sizeof(T) == 4) {
       if (step == 1) return ReadUnaligned<T, kV>(source, -column, columns() - column);
     }
-    if constexpr (kShifted && sizeof(T) < 4 && kV * sizeof(T) >= 4) {
-      if (step == 1) return ReadUnalignedFew<T, kV>(source, -column, columns() - column);
-    }
     if constexpr (kLay == Lay::kPlain && !P::kAcross) {
       return ReadPack<kV>(source);
     } else {
@@ -327,10 +299,10 @@ class RowPacks {
 
   static constexpr int kRun = 16;
   // Packs of a streamed row that are read at once. What is not plain takes several times the instructions a pack:
-  // unrolled four times it would be a third of a kernel's file.
+  // unrolled four times it would be a third of a kernel's file. Only the longest of unaligned rows are streamed.
   static constexpr int kUnrolled = [] {
     if constexpr (P::kSplit) return P::kFew;
-    return kLay == Lay::kPlain ? 4 : 2;
+    return kLay == Lay::kPlain ? 4 : kShifted ? 1 : 2;
   }();
   static constexpr int kWide = P::kAcross ? 1 : kV;                                       // columns a pack
   static constexpr int kColumnStep = P::kLanes * (P::kStaged ? 1 : P::kCluster) * kWide;  // from a pack to the next

@@ -113,9 +113,6 @@ template <class T>
 T __ldg(const T* source) {
   return *source;
 }
-inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
-  return static_cast<uint32_t>((uint64_t{high} << 32 | low) >> (shift & 31));
-}
 inline size_t __cvta_generic_to_shared(const void* pointer) {
   return static_cast<const char*>(pointer) - emulator::Shared();
 }
