@@ -272,7 +272,7 @@ struct SingleDoubles {
   using Plain = Types<Along<4, 8>, Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
   using General = Types<StreamedAlong<512>>;
   using PlainAcross = Types<>;
-  using GeneralAcross = Types<StreamedAcross<32, 16>>;
+  using GeneralAcross = SingleElements::GeneralAcross;
 };
 
 template <class T, class Op>
@@ -299,10 +299,10 @@ using Tables = std::conditional_t<
 template <class P>
 inline constexpr bool kPortable =
     kIsOneOf<P, Along<8, 4>, Along<32, 4>, Along<128, 4>, Along<128, 4, 1, 1, 9>, Along<256, 4>, Along<256, 8>,
-             Along<256, 8, 1, 1, 2>, Along<256, 8, 1, 1, 3>, Along<512, 4>, Along<32, 5>, Along<128, 5>,
-             Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, Along<16, 8, 1, 1, 6>, Along<128, 8, 1, 1, 6>,
-             StreamedAlong<512>, Across<8, 32, 8>, Across<8, 32, 8, 1, 3>, Across<8, 64, 8>, StreamedAcross<8, 64>,
-             StreamedAcross<32, 16>>;
+             Along<256, 8, 1, 1, 2>, Along<256, 8, 1, 1, 3>, Along<512, 4>, Along<512, 8, 1, 16>, Along<32, 5>,
+             Along<128, 5>, Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, Along<16, 8, 1, 1, 6>,
+             Along<128, 8, 1, 1, 6>, StreamedAlong<512>, Across<8, 32, 8>, Across<8, 32, 8, 1, 3>, Across<8, 64, 8>,
+             StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
 
 // Whether code for a compute capability has kernels of a placement. Clusters of more than 8 blocks are Hopper's and
 // those of the data centres' GPUs that followed it.
@@ -398,10 +398,6 @@ template <class T, class U, class Op, class SingleOp, int kMore>
 cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape) {
   using A = Accumulator<T>;
   using Table = Tables<T, U, Op>;
-  // Packs of f16 are not worth kernels of their own where they lie apart.
-  constexpr bool kGeneral = !std::is_same_v<T, __half>;
-  using General = std::conditional_t<kGeneral, typename Table::General, Types<>>;
-  using GeneralAcross = std::conditional_t<kGeneral, typename Table::GeneralAcross, Types<>>;
   using SingleTable = std::conditional_t<std::is_same_v<T, double>, SingleDoubles, SingleElements>;
   if (shape.size() == 0) return cudaSuccess;
   cudaError_t status = cudaErrorInvalidValue;
@@ -416,7 +412,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
     if (packs.plain) {
       done = LaunchPlacement<Plain, kV, Lay::kPlain, A>(stream, op, packs, &status);
     } else if (packs.aligned) {
-      done = LaunchPlacement<GeneralAcross, kV, Lay::kGeneral, A>(stream, op, packs, &status);
+      done = LaunchPlacement<typename Table::GeneralAcross, kV, Lay::kGeneral, A>(stream, op, packs, &status);
     }
     if (!done && elements.plain) {
       done = LaunchPlacement<typename SingleTable::PlainAcross, 1, Lay::kPlain, A>(stream, single, elements, &status);
@@ -458,7 +454,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
     }
   }
   if (!done && packs.aligned && !packs.plain) {
-    done = LaunchPlacement<General, kV, Lay::kGeneral, A>(stream, op, packs, &status);
+    done = LaunchPlacement<typename Table::General, kV, Lay::kGeneral, A>(stream, op, packs, &status);
   }
   if (!done && shape.columns.count == 1) {
     done = LaunchPlacement<typename Table::Shifted, kV, Lay::kShifted, A>(stream, op, packs, &status);

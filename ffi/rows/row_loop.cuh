@@ -375,7 +375,7 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
   using A = Accumulator<T>;
   static_assert(Op::kSlots == SingleOp::kSlots && Op::kBroadcasts == SingleOp::kBroadcasts);
   const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
-  if constexpr (!kIsOneOf<T, double, AnyFloat>) {
+  if constexpr (!std::is_same_v<T, double>) {
     constexpr int kV = kPackOf<T, U>;
     constexpr bool kFull = kTuned<T, U> && !Op::kShort;
     using Packs = std::conditional_t<kFull, SumPlacements<T, Op::kSums>, ShortSumPlacements>;
