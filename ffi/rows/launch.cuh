@@ -434,11 +434,9 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
         done = LaunchPlacement<ShortHalves, kV / 2, Lay::kPlain, A>(stream, op, halves, &status);
       }
     }
-    // The kernels for results of another dtype. Where causality leaves out columns, those that shift rows are faster.
+    // The kernels for results of another dtype.
     if constexpr (Op::kShort) {
-      bool causal = false;
-      if constexpr (requires { op.options; }) causal = op.options.causal;
-      if (!done && halves.plain && !causal) {
+      if (!done && halves.plain) {
         done = LaunchPlacement<PlainOf<T, Mixed>, kV / 2, Lay::kPlain, A>(stream, single, halves, &status);
       }
     }
