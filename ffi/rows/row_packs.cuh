@@ -299,10 +299,10 @@ class RowPacks {
 
   static constexpr int kRun = 16;
   // Packs of a streamed row that are read at once. What is not plain takes several times the instructions a pack:
-  // unrolled four times it would be a third of a kernel's file.
+  // unrolled four times it would be a third of a kernel's file. Of unaligned rows the longest alone are streamed.
   static constexpr int kUnrolled = [] {
     if constexpr (P::kSplit) return P::kFew;
-    return kLay == Lay::kPlain ? 4 : 2;
+    return kLay == Lay::kPlain ? 4 : kShifted ? 1 : 2;
   }();
   static constexpr int kWide = P::kAcross ? 1 : kV;                                       // columns a pack
   static constexpr int kColumnStep = P::kLanes * (P::kStaged ? 1 : P::kCluster) * kWide;  // from a pack to the next
