@@ -251,8 +251,9 @@ used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), used + (1 << 28)))
 small = np.zeros(11, "uint16")
 huge = resized(call, 1, 2**30)
+places = [small.ctypes.data]
 try:
-    frames.call_handler("cpu", huge, *([small.ctypes.data] * len(side) for side in (huge.operands, huge.results)))
+    frames.call_handler("cpu", huge, places * len(huge.operands), places * len(huge.results))
 except frames.HandlerError as error:
     print(error.code)
 frames.check_memory("cpu", frames.Host(), call, np.random.default_rng(0))
