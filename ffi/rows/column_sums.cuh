@@ -4,6 +4,7 @@
 #ifndef JAXOPS_ROWS_COLUMN_SUMS_CUH_
 #define JAXOPS_ROWS_COLUMN_SUMS_CUH_
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -136,18 +137,22 @@ template <class A, class Op, int kMore>
 cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
                              const SumResults<A>& results) {
   const Layouts<Op::kSlots> layouts(shape, 1, 0);
-  const int64_t parts = results.chunks * shape.groups.total;
-  // A block for each column, unless they are more than a grid has: the other kernel takes any layout.
-  const bool across = shape.across && parts * shape.columns.total <= std::numeric_limits<int>::max();
-  const bool few = shape.rows.total < 2 * results.chunks * (kSumThreads / 32);
+  const int64_t rows = shape.rows.total, columns = shape.columns.total, groups = shape.groups.total;
+  // A block for each column, unless they are more than a grid has: the other kernels take any layout. Chunks that have
+  // a row for each thread are enough.
+  SumResults<A> chunked = results;
+  chunked.chunks = std::max<int64_t>(std::min(results.chunks, rows / kSumThreads), 1);
+  const bool across = shape.across && groups * chunked.chunks * columns <= std::numeric_limits<int>::max();
+  if (!across) chunked.chunks = results.chunks;
+  const bool few = rows < 2 * chunked.chunks * (kSumThreads / 32);
   const int64_t tile = across ? 1 : few ? kSumThreads : 32;
-  const Grid grid = {parts * ((shape.columns.total + tile - 1) / tile), kSumThreads};
+  const Grid grid = {groups * chunked.chunks * ((columns + tile - 1) / tile), kSumThreads};
   const auto kernel = across ? SumChunkKernel<1, A, Op>
                       : few  ? SumChunkKernel<kSumThreads, A, Op>
                              : SumChunkKernel<32, A, Op>;
-  const cudaError_t status = Launch(stream, kernel, grid, op, layouts, results);
-  return status != cudaSuccess || results.chunks == 1 ? status
-                                                      : LaunchAddChunks(stream, layouts, Op::kSumSlot, results);
+  const cudaError_t status = Launch(stream, kernel, grid, op, layouts, chunked);
+  return status != cudaSuccess || chunked.chunks == 1 ? status
+                                                      : LaunchAddChunks(stream, layouts, Op::kSumSlot, chunked);
 }
 
 }  // namespace jaxops::rows

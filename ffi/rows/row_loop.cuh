@@ -228,16 +228,17 @@ struct HeldSums {
 
 template <class Row, int kCount>
 inline constexpr int kTeamSumBytes =
-    Row::P::kTeams > 1 ? static_cast<int>(sizeof(typename Row::A)) * kCount * Row::P::kPacks * Row::kV * Row::P::kLanes
-                       : 0;
+    Row::P::kTeams > 1
+        ? static_cast<int>(sizeof(typename Row::A)) * kCount * Row::P::kPacks * Row::kV * Row::P::kThreads
+        : 0;
 
 // Block (group, chunk) takes the rows chunk * kBlockRows + k * chunks * kBlockRows of its group, k = 0, 1, ...: in
 // unaligned rows a stride that is a multiple of a pack keeps every thread on the same columns. Where the teams are
 // apart each takes all rows of a group of its own, and nothing is added through shared memory: with one chunk a group,
-// and too few rows for all of a block's teams, or groups enough for all blocks' teams.
+// and so many groups that they make more blocks than there are at once, however many rows those have.
 template <class P>
 __host__ __device__ bool TeamsApart(int64_t chunks, int64_t groups, int64_t rows) {
-  return chunks == 1 && (rows < 2 * P::kTeams || groups >= 4 * kManyBlocks * P::kTeams);
+  return chunks == 1 && groups >= kManyBlocks * std::min<int64_t>(rows, 4 * P::kTeams);
 }
 template <int kSlots, Lay kLay>
 using GroupsOf = Axes<kSlots, GeometryOf<kSlots, kLay>::kRowAxes>;
@@ -301,20 +302,18 @@ __device__ __forceinline__ void SumRows(const Op& op, const LoopGeometry<P, kLay
   if (apart || P::kTeams == 1) {
     for_each_sum(write);
   } else {
-    A* const total = reinterpret_cast<A*>(shared);
-    const int columns = row.columns();
-    for (int turn = 0; turn < P::kTeams; ++turn) {  // one after the other: a fixed order
-      __syncthreads();
-      if (RowType::Team() != turn) continue;
-      for_each_sum([&](int k, int column, A value) {
-        A& target = total[k * columns + column];
-        target = turn == 0 ? value : target + value;
-      });
-    }
+    A* const of_teams = reinterpret_cast<A*>(shared);  // [team][sum][column]
+    const int columns = row.columns(), stride = Op::kSums * columns;
+    __syncthreads();
+    for_each_sum(
+        [&](int k, int column, A value) { of_teams[RowType::Team() * stride + k * columns + column] = value; });
     __syncthreads();
     for (int k = 0; k < Op::kSums; ++k)
-      for (int column = threadIdx.x; column < columns; column += P::kThreads)
-        write(k, column, total[k * columns + column]);
+      for (int column = threadIdx.x; column < columns; column += P::kThreads) {
+        A total = of_teams[k * columns + column];
+        for (int team = 1; team < P::kTeams; ++team) total += of_teams[team * stride + k * columns + column];
+        write(k, column, total);
+      }
   }
 }
 template <class P, int kV, Lay kLay, class A, class Op>
@@ -339,29 +338,40 @@ bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSl
   const bool alike = layouts.GroupedRowsAlike(Op::kBroadcasts);
   if (layouts.groups.count > GroupsOf<Op::kSlots, kLay>::kMost || (Op::kParameters > 0 && !alike)) return false;
   const int capability = CompiledCapability();
+  const int64_t groups = layouts.groups.total, rows = layouts.rows.total;
+  // Whether the shift is the same in all rows of a thread.
+  const auto constant = [&]<class P>(int64_t chunks) {
+    const int64_t step = TeamsApart<P>(chunks, groups, rows) ? 1 : chunks * P::kTeams;
+    return kLay != Lay::kShifted || rows <= step ||
+           (layouts.rows.count == 1 && step * layouts.rows.strides[0][0] % kV == 0);
+  };
+  // Of the chunks that there may be those that leave no team of a block without rows, and one where a team has few: the
+  // kernel that adds the chunks takes as long.
+  const auto chunks_of = [&]<class P> {
+    constexpr int kBlockRows = LoopRow<P, kV, kLay, A, Op>::kBlockRows;
+    const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+    return blocks <= 4 && constant.template operator()<P>(1) ? 1 : std::min(results.chunks, blocks);
+  };
   return First(
       Placements{}, false,
       [&]<class P> {
-        // A shift that is the same in all rows of a thread.
-        const bool apart = TeamsApart<P>(results.chunks, layouts.groups.total, layouts.rows.total);
-        const int64_t step = apart ? 1 : results.chunks * P::kTeams;
-        const bool constant = kLay != Lay::kShifted || layouts.rows.total <= step ||
-                              (layouts.rows.count == 1 && step * layouts.rows.strides[0][0] % kV == 0);
         // However few the rows are: groups and chunks make the blocks.
-        return constant && (P::kRows == 1 || alike) && LoopFits<P, kV, kLay, A>(op, layouts, capability);
+        return constant.template operator()<P>(chunks_of.template operator()<P>()) && (P::kRows == 1 || alike) &&
+               LoopFits<P, kV, kLay, A>(op, layouts, capability);
       },
       [&]<class P> {
         using RowType = LoopRow<P, kV, kLay, A, Op>;
         const int shared = std::max(RowType::SharedBytes(op.Inputs()), kTeamSumBytes<RowType, Op::kSums>);
-        const int64_t groups = layouts.groups.total;
-        const bool apart = TeamsApart<P>(results.chunks, groups, layouts.rows.total);
-        const int64_t blocks = apart ? (groups + P::kTeams - 1) / P::kTeams : groups * results.chunks;
+        SumResults<A> chunked = results;
+        chunked.chunks = chunks_of.template operator()<P>();
+        const bool apart = TeamsApart<P>(chunked.chunks, groups, rows);
+        const int64_t blocks = apart ? (groups + P::kTeams - 1) / P::kTeams : groups * chunked.chunks;
         const Grid grid = {blocks * P::kCluster, P::kThreads, P::kCluster, static_cast<size_t>(shared)};
         *status = Launch(stream, RowSumsKernel<P, kV, kLay, A, Op>, grid, op,
                          layouts.template To<LoopGeometry<P, kLay, Op>>(), GroupsOf<Op::kSlots, kLay>(layouts.groups),
-                         results);
-        if (*status == cudaSuccess && results.chunks > 1) {
-          *status = LaunchAddChunks(stream, layouts, Op::kSumSlot, results);
+                         chunked);
+        if (*status == cudaSuccess && chunked.chunks > 1) {
+          *status = LaunchAddChunks(stream, layouts, Op::kSumSlot, chunked);
         }
         return true;
       });

@@ -242,7 +242,8 @@ class RowPacks {
   // A pack of a broadcast operand; anything beyond the row's edges.
   template <int kSlot, class T>
   __device__ Pack<T, kV> ReadBroadcast(const T* data, int pack, int column) const {
-    const T* const source = data + Offset(kSlot, pack, column);
+    // Of plain rows along, elements are adjacent in broadcast operands, too.
+    const T* const source = data + Offset < kLay == Lay::kPlain && !P::kAcross > (kSlot, pack, column);
     [[maybe_unused]] const int64_t step = Step(kSlot);
     if constexpr (kShifted && sizeof(T) == 4) {
       if (step == 1) return ReadUnaligned<T, kV>(source, -column, columns() - column);
@@ -259,14 +260,15 @@ class RowPacks {
     }
   }
 
-  // The offset in a layout of a pack's first element.
+  // The offset in a layout of a pack's first element. kAdjacent: those of a row are adjacent in it.
+  template <bool kAdjacent = false>
   __device__ int64_t Offset(int slot, int pack, int column) const {
     const int64_t start = offsets_[pack / kPerRow][slot];
     if constexpr (kLay == Lay::kGeneral) return start + geometry_.ColumnOffset(slot, column);
     // The distance from the thread's first pack is the same for all threads: it
     // costs no registers.
     const int distance = kHeld ? pack % kPerRow * kColumnStep : column - FirstColumn(0);
-    return start + distance * ColumnStride(slot);
+    return start + (kAdjacent ? distance : distance * ColumnStride(slot));
   }
   __device__ int64_t Step(int slot) const { return geometry_.steps[slot]; }
 

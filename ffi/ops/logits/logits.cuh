@@ -29,20 +29,38 @@ struct LogitsOptions {
         where(DataOrNull<uint8_t>(call.where)),
         causal(call.causal) {}
 
-  // Which of a pack's entries causality leaves: bit i is that of position i. Entries beyond the row's edges are masked.
+  // Which of a pack's positions lie in the row: bit i is that of position i.
   template <class Row>
-  __device__ uint32_t CausalBits(const Row& row, int pack, int column) const {
-    constexpr uint32_t kAll = (1u << Row::kV) - 1;
+  __device__ static uint32_t InsideBits(const Row& row, int column) {
     uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < Row::kV; ++i) bits |= static_cast<uint32_t>(row.Inside(column, i)) << i;
-    if (!causal) return bits;
+    return bits;
+  }
+  // Which of its entries causality leaves.
+  template <class Row>
+  __device__ uint32_t CausalBits(const Row& row, int pack, int column) const {
+    constexpr uint32_t kAll = (1u << Row::kV) - 1;
     const int distance = static_cast<int>(row.Offset(Slot::kDiagonal, pack, column));  // from the key to the query
     const int step = static_cast<int>(row.Step(Slot::kDiagonal));
-    if (step == -1) return bits & (distance < 0 ? 0 : distance >= Row::kV ? kAll : (2u << distance) - 1);
+    if (step == -1) return distance < 0 ? 0 : distance >= Row::kV ? kAll : (2u << distance) - 1;
+    uint32_t bits = kAll;
 #pragma unroll
     for (int i = 0; i < Row::kV; ++i)
       if (distance + i * step < 0) bits &= ~(1u << i);
+    return bits;
+  }
+  // Which of them are true.
+  template <int kV>
+  __device__ static uint32_t TrueBits(const Pack<uint8_t, kV>& booleans) {
+    uint32_t bits = 0;
+    if constexpr (kV % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < kV; i += 4) bits |= BitsOf(reinterpret_cast<const uint32_t&>(booleans.lane[i])) << i;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kV; ++i) bits |= static_cast<uint32_t>(booleans.lane[i] != 0) << i;
+    }
     return bits;
   }
 
@@ -59,19 +77,9 @@ struct LogitsOptions {
   // Which entries take part, as bits.
   template <class Row>
   __device__ uint32_t VisibleBits(const Row& row, int pack, int column) const {
-    uint32_t bits = CausalBits(row, pack, column);
-    if (where && bits) {
-      const auto visible = row.template ReadBroadcast<Slot::kWhere>(where, pack, column);
-      uint32_t mask = 0;
-      if constexpr (Row::kV % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < Row::kV; i += 4) mask |= BitsOf(reinterpret_cast<const uint32_t&>(visible.lane[i])) << i;
-      } else {
-#pragma unroll
-        for (int i = 0; i < Row::kV; ++i) mask |= static_cast<uint32_t>(visible.lane[i] != 0) << i;
-      }
-      bits &= mask;
-    }
+    uint32_t bits = InsideBits(row, column);
+    if (causal) bits &= CausalBits(row, pack, column);
+    if (where && bits) bits &= TrueBits(row.template ReadBroadcast<Slot::kWhere>(where, pack, column));
     return bits;
   }
 
@@ -127,13 +135,47 @@ struct LogitsOptions {
     return held;
   }
 
+  // A bit for each element of held packs: those of a pack in a word, those of single elements in as few as there may
+  // be.
   template <class Row>
   struct HeldBits {
-    uint32_t packs[Row::kHeldPacks];
+    static constexpr int kPacks = Row::kV == 1 ? 32 : 1;  // of a word
+    static constexpr uint32_t kAll = (1u << Row::kV) - 1;
+    uint32_t words[(Row::kHeldPacks + kPacks - 1) / kPacks];
+    static __device__ int Shift(int pack) { return pack % kPacks * Row::kV; }
+    __device__ void Keep(int pack, uint32_t bits) { words[pack / kPacks] &= ~((bits ^ kAll) << Shift(pack)); }
     __device__ auto operator()(int pack, int) const {
-      return [bits = packs[pack]](int i) { return (bits >> i & 1u) != 0; };
+      return [bits = words[pack / kPacks] >> Shift(pack)](int i) { return (bits >> i & 1u) != 0; };
     }
   };
+  // What is asked is asked once a row, and all reads begin before the first is used where packs have few elements: of
+  // more the booleans take more registers than their bits.
+  template <class Row>
+  __device__ HeldBits<Row> ReadVisible(const Row& row) const {
+    HeldBits<Row> held;
+#pragma unroll
+    for (uint32_t& word : held.words) word = ~0u;
+    if constexpr (Row::kShifted) {
+      row.ForEachPack([&](int pack, int column) { held.Keep(pack, InsideBits(row, column)); });
+    }
+    if (where) {
+      const auto read = [&](int pack, int column) {
+        return row.template ReadBroadcast<Slot::kWhere>(where, pack, column);
+      };
+      if constexpr (Row::kV <= 4 && Row::kLay == rows::Lay::kPlain) {
+        Pack<uint8_t, Row::kV> booleans[Row::kHeldPacks] = {};
+        row.ForEachPack([&](int pack, int column) { booleans[pack] = read(pack, column); });
+#pragma unroll
+        for (int pack = 0; pack < Row::kHeldPacks; ++pack) held.Keep(pack, TrueBits(booleans[pack]));
+      } else {
+        row.ForEachPack([&](int pack, int column) { held.Keep(pack, TrueBits(read(pack, column))); });
+      }
+    }
+    if (causal) {
+      row.ForEachPack([&](int pack, int column) { held.Keep(pack, CausalBits(row, pack, column)); });
+    }
+    return held;
+  }
 
   // Which entries take part, as an expression of booleans; kKept: kept where the row is held.
   template <bool kKept = true, class Row>
@@ -141,17 +183,7 @@ struct LogitsOptions {
     if constexpr (kNone) {
       return [](int, int) { return [](int) { return true; }; };
     } else if constexpr (kKept && Row::kHeld) {
-      HeldBits<Row> held = {};
-      // Of more elements a pack the words take more registers than their bits.
-      if constexpr (Row::kV == 4 && Row::kLay == rows::Lay::kPlain && !Row::P::kAcross) {
-        const auto seen = ReadWhere(row);
-        row.ForEachPack([&](int pack, int column) {
-          held.packs[pack] = CausalBits(row, pack, column) & BitsOf(seen.packs[pack][0]);
-        });
-      } else {
-        row.ForEachPack([&](int pack, int column) { held.packs[pack] = VisibleBits(row, pack, column); });
-      }
-      return held;
+      return ReadVisible(row);
     } else {
       return [this, &row](int pack, int column) {
         return [bits = VisibleBits(row, pack, column)](int i) { return (bits >> i & 1u) != 0; };
