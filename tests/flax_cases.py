@@ -85,5 +85,5 @@ def value_and_gradients(function, *arguments):
     numbers = tuple(
         i for i, a in enumerate(arguments) if all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(a))
     )
-    (_, out), gradients = jax.value_and_grad(loss, argnums=numbers, has_aux=True)(*arguments)
+    (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=numbers, has_aux=True))(*arguments)
     return out, gradients

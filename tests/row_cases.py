@@ -21,6 +21,12 @@ COLUMNS = sorted(
     | {n + 1 for n in _STAGED}
 )
 
+
+def lengths(on_gpu: bool) -> list[int]:
+    """COLUMNS on a GPU; some of them where there is none: the CPU's loops know no capacities."""
+    return COLUMNS if on_gpu else COLUMNS[::4]
+
+
 #: Some of them, for tools under which a call takes long: of aligned rows each capacity itself, of unaligned ones
 #: the longest row that each placement for them holds (rows/launch.cuh and rows/row_loop.cuh), and the streamed ones.
 _UNALIGNED = (96, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 4096, 5120, 10240, 16384)

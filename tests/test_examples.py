@@ -1,6 +1,7 @@
 """examples/train_lm.py trains, saves, goes on where it was interrupted, and compares."""
 
 import csv
+import functools
 import importlib.util
 import pathlib
 import sys
@@ -20,6 +21,8 @@ def example(monkeypatch):
     specification.loader.exec_module(module)
     size = module.Size(1, 32, 2, length=16, batch=2, vocabulary=256, steps=8)
     monkeypatch.setattr(module, "SIZES", {"tiny": size})
+    for name in ("make_model", "make_optimizer", "make_step"):  # compiled once, however often a test trains
+        monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))
     return module
 
 
