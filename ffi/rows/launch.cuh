@@ -200,8 +200,12 @@ struct Short : OneInput {
   using Shifted = Types<Along<32, 2>, Along<128, 5>, Along<512, 5>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
   using GeneralAcross = Types<StreamedAcross<8, 64>>;
 };
+// Of unaligned rows, those that single elements leave.
+struct ShortWithOptions : Short {
+  using Shifted = Types<Along<128, 5>, Along<512, 5>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+};
 // Biased logits, and masked ones of f32, are held in f32: without a limit on registers too few blocks are resident.
-struct Options : Short {
+struct Options : ShortWithOptions {
   using Plain = Types<Along<8, 1>,             //     64
                       Along<8, 4, 1, 1, 7>,    //    256
                       Along<16, 4, 1, 1, 7>,   //    512
@@ -255,8 +259,20 @@ using ShortSingles = Types<Along<1, 4, 2>,    //  4
                            Along<4, 8>>;      // 32
 inline constexpr int64_t kShortColumns = 32;  // that those hold
 
-// Longer ones are shifted, but for masks and biases, which lie otherwise.
+// Longer ones are shifted, but with masks and biases, which lie otherwise: shifted, those took two to three times the
+// time of single elements.
 using ShortSinglesWithOptions = Joined<ShortSingles, Types<Along<8, 8>>>;  // 64
+template <int kInputs>
+using SinglesWithOptions = Joined<ShortSinglesWithOptions,
+                                  Types<Along<16, 8>,    //  128
+                                        Along<32, 8>,    //  256
+                                        Along<64, 8>,    //  512
+                                        Along<128, 8>,   // 1024
+                                        Along<256, 8>>,  // 2048
+                                  std::conditional_t<kInputs == 1,
+                                                     Types<Along<512, 8>,    // 4096
+                                                           Along<1024, 8>>,  // 8192
+                                                     Types<>>>;
 // Single elements of any rows: what no table takes.
 struct SingleElements {
   using Plain = Types<>;
@@ -275,6 +291,9 @@ struct SingleDoubles {
   using GeneralAcross = SingleElements::GeneralAcross;
 };
 
+// Ops with masks and biases, or that may have had them, but norms with masks.
+template <class Op>
+inline constexpr bool kOptions = Op::kShort && Op::kParameters == 0;
 template <class T, class Op>
 using TablesOfOneInput = std::conditional_t<
     Op::kBroadcasts == 0,
@@ -287,7 +306,7 @@ using Tables = std::conditional_t<
     std::is_same_v<T, double>, NoPacks,
     std::conditional_t<
         !std::is_same_v<T, U> || std::is_same_v<T, AnyFloat>, Mixed,
-        std::conditional_t<Op::kShort && Op::kInputs == 1 && Op::kParameters == 0, TablesOfOptions<T, Op>,
+        std::conditional_t<kOptions<Op>, std::conditional_t<Op::kInputs == 1, TablesOfOptions<T, Op>, ShortWithOptions>,
                            std::conditional_t<Op::kShort || std::is_same_v<T, __half>, Short,
                                               std::conditional_t<Op::kInputs == 2,
                                                                  std::conditional_t<Op::kBroadcasts != 0,
@@ -298,9 +317,9 @@ using Tables = std::conditional_t<
 // any length. Each costs build time and size for every architecture.
 template <class P>
 inline constexpr bool kPortable =
-    kIsOneOf<P, Along<8, 4>, Along<32, 4>, Along<128, 4>, Along<128, 4, 1, 1, 9>, Along<256, 4>, Along<256, 8>,
-             Along<256, 8, 1, 1, 2>, Along<256, 8, 1, 1, 3>, Along<512, 4>, Along<512, 8, 1, 16>, Along<32, 5>,
-             Along<128, 5>, Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, Along<16, 8, 1, 1, 6>,
+    kIsOneOf<P, Along<8, 4>, Along<32, 4>, Along<32, 8>, Along<128, 4>, Along<128, 4, 1, 1, 9>, Along<256, 4>,
+             Along<256, 8>, Along<256, 8, 1, 1, 2>, Along<256, 8, 1, 1, 3>, Along<512, 4>, Along<512, 8, 1, 16>,
+             Along<32, 5>, Along<128, 5>, Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, Along<16, 8, 1, 1, 6>,
              Along<128, 8, 1, 1, 6>, StreamedAlong<512>, Across<8, 32, 8>, Across<8, 32, 8, 1, 3>, Across<8, 64, 8>,
              StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
 
@@ -442,7 +461,8 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
     }
   }
   if constexpr (!std::is_same_v<T, double>) {
-    using Singles = std::conditional_t<Op::kShort, ShortSinglesWithOptions, ShortSingles>;
+    using Singles = std::conditional_t<kOptions<Op>, SinglesWithOptions<Op::kInputs>,
+                                       std::conditional_t<Op::kShort, ShortSinglesWithOptions, ShortSingles>>;
     if (!done && elements.plain) {
       if constexpr (kTuned<T, U>) {
         done = LaunchPlacement<Singles, 1, Lay::kPlain, A>(stream, op, elements, &status);
