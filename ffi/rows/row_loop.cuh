@@ -95,14 +95,6 @@ using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                      
 using ShortSumPlacements =
     Types<Looped<Along<8, 2>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>,
           Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
-// Unaligned rows with masks or a bias: single elements, for the reason that LaunchRows has; and what those leave.
-using SumsWithOptions = Types<Looped<Along<2, 8>, 2>,     //   16
-                              Looped<Along<8, 8>, 2>,     //   64
-                              Looped<Along<32, 8>, 2>,    //  256
-                              Looped<Along<128, 8>, 2>,   // 1024
-                              Looped<Along<256, 8>, 2>>;  // 2048
-using ShiftedSumsWithOptions = Types<Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>, Looped<Along<512, 4>, 2, true>,
-                                     Looped<Along<512, 2, 1, 16>, 2>>;
 using ElementSumPlacements =
     Types<Looped<Along<4, 8>, 2>, Looped<Along<32, 8>, 2>, Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 template <class P, int kStages, bool kShared, bool kKept>
@@ -397,9 +389,7 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
     constexpr int kV = kPackOf<T, U>;
     constexpr bool kFull = kTuned<T, U> && !Op::kShort;
     using Packs = std::conditional_t<kFull, SumPlacements<T, Op::kSums>, ShortSumPlacements>;
-    using ShiftedPacks =
-        std::conditional_t<kFull, ShiftedSumPlacements,
-                           std::conditional_t<kOptions<Op>, ShiftedSumsWithOptions, ShortSumPlacements>>;
+    using ShiftedPacks = std::conditional_t<kFull, ShiftedSumPlacements, ShortSumPlacements>;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     bool done = false;
     if (!shape.across && layouts.plain) {
@@ -407,15 +397,6 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
     } else if (!shape.across && shape.columns.count == 1) {
       if constexpr (kFull) {
         done = LaunchSumPlacement<StagedSumPlacements<T>, 1, Lay::kPlain, A>(stream, op, elements, results, status);
-      } else if constexpr (kOptions<Op>) {
-        const auto launch = [&](const auto& op) {
-          return LaunchSumPlacement<SumsWithOptions, 1, Lay::kPlain, A>(stream, op, elements, results, status);
-        };
-        if constexpr (kTuned<T, U>) {
-          done = elements.plain && launch(op);
-        } else {
-          done = elements.plain && launch(single);
-        }
       }
       // A multiple of a pack's elements keeps each thread on the same columns.
       SumResults<A> fewer = results;
