@@ -138,12 +138,12 @@ cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape<k
                              const SumResults<A>& results) {
   const Layouts<Op::kSlots> layouts(shape, 1, 0);
   const int64_t rows = shape.rows.total, columns = shape.columns.total, groups = shape.groups.total;
-  // A block for each column, unless they are more than a grid has: the other kernels take any layout. Chunks that have
-  // a row for each thread are enough.
+  // A block for each column, unless they are more than a grid has: the other kernels take any layout. There, chunks
+  // that have a row for each thread are enough.
+  const int64_t fewer = std::max<int64_t>(std::min(results.chunks, rows / kSumThreads), 1);
+  const bool across = shape.across && groups * fewer * columns <= std::numeric_limits<int>::max();
   SumResults<A> chunked = results;
-  chunked.chunks = std::max<int64_t>(std::min(results.chunks, rows / kSumThreads), 1);
-  const bool across = shape.across && groups * chunked.chunks * columns <= std::numeric_limits<int>::max();
-  if (!across) chunked.chunks = results.chunks;
+  if (across) chunked.chunks = fewer;
   const bool few = rows < 2 * chunked.chunks * (kSumThreads / 32);
   const int64_t tile = across ? 1 : few ? kSumThreads : 32;
   const Grid grid = {groups * chunked.chunks * ((columns + tile - 1) / tile), kSumThreads};

@@ -291,7 +291,7 @@ struct SingleDoubles {
   using GeneralAcross = SingleElements::GeneralAcross;
 };
 
-// Ops with masks and biases, or that may have had them, but norms with masks.
+// Ops on logits with options, forward or backward; not norms with masks.
 template <class Op>
 inline constexpr bool kOptions = Op::kShort && Op::kParameters == 0;
 template <class T, class Op>

@@ -242,13 +242,13 @@ class RowPacks {
   // A pack of a broadcast operand; anything beyond the row's edges.
   template <int kSlot, class T>
   __device__ Pack<T, kV> ReadBroadcast(const T* data, int pack, int column) const {
-    // Of plain rows along, elements are adjacent in broadcast operands, too.
-    const T* const source = data + Offset < kLay == Lay::kPlain && !P::kAcross > (kSlot, pack, column);
+    constexpr bool kAdjacent = kLay == Lay::kPlain && !P::kAcross;  // as the row's own elements are
+    const T* const source = data + Offset<kAdjacent>(kSlot, pack, column);
     [[maybe_unused]] const int64_t step = Step(kSlot);
     if constexpr (kShifted && sizeof(T) == 4) {
       if (step == 1) return ReadUnaligned<T, kV>(source, -column, columns() - column);
     }
-    if constexpr (kLay == Lay::kPlain && !P::kAcross) {
+    if constexpr (kAdjacent) {
       return ReadPack<kV>(source);
     } else {
       if (kLay == Lay::kPlain && step != 0) return ReadPack<kV>(source);

@@ -37,7 +37,7 @@ struct LogitsOptions {
     for (int i = 0; i < Row::kV; ++i) bits |= static_cast<uint32_t>(row.Inside(column, i)) << i;
     return bits;
   }
-  // Which of its entries causality leaves.
+  // Which of them causality leaves.
   template <class Row>
   __device__ uint32_t CausalBits(const Row& row, int pack, int column) const {
     constexpr uint32_t kAll = (1u << Row::kV) - 1;
@@ -50,7 +50,7 @@ struct LogitsOptions {
       if (distance + i * step < 0) bits &= ~(1u << i);
     return bits;
   }
-  // Which of them are true.
+  // Which of a pack's booleans are true.
   template <int kV>
   __device__ static uint32_t TrueBits(const Pack<uint8_t, kV>& booleans) {
     uint32_t bits = 0;
@@ -135,8 +135,7 @@ struct LogitsOptions {
     return held;
   }
 
-  // A bit for each element of held packs: those of a pack in a word, those of single elements in as few as there may
-  // be.
+  // A bit for each element of held packs: a word has one pack's, or those of 32 single elements.
   template <class Row>
   struct HeldBits {
     static constexpr int kPacks = Row::kV == 1 ? 32 : 1;  // of a word
