@@ -108,15 +108,18 @@ def value_and_gradients(function, operands, cotangent):
     return value, *pullback(cotangent.astype(value.dtype))
 
 
+@functools.cache
+def _oracle(comparison: Comparison):
+    """Compiled once for each shape, whatever the dtypes that are compared with it."""
+    function = comparison.oracle or comparison.reference
+    return jax.jit(lambda *xs: value_and_gradients(function, xs[:-1], xs[-1]))
+
+
 def exact(comparison: Comparison, operands, cotangent) -> list[np.ndarray]:
     """The reference's value and gradients in float64, computed on the CPU."""
-    oracle = comparison.oracle or comparison.reference
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wide = [jnp.asarray(np.asarray(x), np.float64) for x in operands]
-        results = jax.jit(lambda *xs: value_and_gradients(oracle, xs[:-1], xs[-1]))(
-            *wide, jnp.asarray(np.asarray(cotangent), np.float64)
-        )
-        return [np.asarray(x) for x in results]
+        wide = [np.asarray(x).astype(np.float64) for x in (*operands, cotangent)]
+        return [np.asarray(x) for x in _oracle(comparison)(*wide)]
 
 
 def ulps(got, wanted: np.ndarray) -> float:

@@ -37,8 +37,9 @@ def rounding_of(k, *dtypes):
     return (contract.GRADIENT_ROUNDING + 0.5 * max(k, 1) ** 0.5) * coarsest(*dtypes) / coarsest(dtypes[0])
 
 
-def gradients_of_all(functions):
-    """The functions' values and gradients; one compilation for all."""
+@functools.cache
+def gradients_of_all(*functions):
+    """The functions' values and gradients; one compilation for all, and for all calls with such operands."""
     return jax.jit(
         lambda operands, cotangents: [
             value_and_gradients(f, xs, dy) for f, xs, dy in zip(functions, operands, cotangents, strict=True)
@@ -54,8 +55,8 @@ def check(calls, operands, rng, slack=1):
         out, wanted = jax.eval_shape(ours, *xs), jax.eval_shape(reference, *xs)
         assert (out.shape, out.dtype, out.weak_type) == (wanted.shape, wanted.dtype, False)
         cotangents.append(normal(rng, out.shape, out.dtype))
-    results = gradients_of_all([ours for ours, _ in calls])(operands, cotangents)
-    exactly = gradients_of_all([reference for _, reference in calls])
+    results = gradients_of_all(*(ours for ours, _ in calls))(operands, cotangents)
+    exactly = gradients_of_all(*(reference for _, reference in calls))
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         wanted = exactly(*jax.tree.map(lambda x: jnp.asarray(wide(x)), (operands, cotangents)))
     for xs, dy, got, targets in zip(operands, cotangents, results, wanted, strict=True):
@@ -437,10 +438,6 @@ def activate(activation, z):
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_exact", "silu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_bias_and_activation(activation, dtype, rng):
-    def reference(a, b, bias=None):
-        z = jnp.matmul(a, b)
-        return activate(activation, z if bias is None else z + bias.astype(z.dtype))
-
     # Bias shapes are XLA's business on the CPU and the epilogue's on CUDA: they do not depend on the dtype.
     cases = BIASED if dtype == "float32" else BIASED[2::4]
     wider = "float64" if dtype == "float64" else "float32"
@@ -448,12 +445,19 @@ def test_bias_and_activation(activation, dtype, rng):
         operands = [
             [normal(rng, shape, wider if i == 2 else dtype) for i, shape in enumerate(shapes)] for shapes in cases
         ]
-        calls = [(functools.partial(call_with_bias, activation), reference)] * len(cases)
-        check(calls, operands, rng, slack=4 if activation else 1)
+        check([with_activation(activation)] * len(cases), operands, rng, slack=4 if activation else 1)
 
 
-def call_with_bias(activation, a, b, bias=None):
-    return jaxops.matmul(a, b, bias=bias, activation=activation)
+@functools.cache
+def with_activation(activation):
+    def ours(a, b, bias=None):
+        return jaxops.matmul(a, b, bias=bias, activation=activation)
+
+    def reference(a, b, bias=None):
+        z = jnp.matmul(a, b)
+        return activate(activation, z if bias is None else z + bias.astype(z.dtype))
+
+    return ours, reference
 
 
 def test_sums_are_rounded_once(rng, on_gpu):

@@ -9,6 +9,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "rows/geometry.cuh"
 #include "rows/instructions.cuh"
 #include "rows/math.cuh"
 
@@ -159,8 +160,8 @@ class Exchange {
   // The row's lane in its warp, its warp among the row's warps, and its team.
   __device__ Exchange()
       : lane_(static_cast<int>(threadIdx.x % 32) / P::kStep % P::kWarpLanes),
-        warp_(P::kAcross ? threadIdx.x / 32 : threadIdx.x % P::kLanes / 32),
-        team_(P::kAcross ? threadIdx.x % P::kTeams : threadIdx.x / P::kLanes) {
+        warp_(P::kAcross ? threadIdx.x / 32 : LaneOfThread<P>() / 32),
+        team_(TeamOfThread<P>()) {
     if constexpr (P::kCluster > 1) {
       static_assert(P::kWarps > 1);
       if (threadIdx.x == 0)

@@ -253,7 +253,7 @@ class StagedRow : public Base {
 
   __device__ StagedRow(const typename Base::Geometry& geometry, char* shared, int)
       : Base(geometry),
-        thread_(threadIdx.x % P::kLanes),
+        thread_(LaneOfThread<P>()),
         first_(this->lane_ - thread_),
         slots_(SharedAddress(shared) + Base::Team() * (kVectors * 16)),
         stage_(slots_) {}

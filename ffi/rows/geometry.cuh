@@ -64,6 +64,20 @@ struct SplitAcross : Across<kWidth_, kLanes_, 0, 1, kBlocks_> {
   static constexpr int kFew = kFew_;
 };
 
+// A thread's team in its block. Of a single one the compiler, which knows no block's size, computes what concerns the
+// row once for all threads of a warp.
+template <class P>
+__device__ inline int TeamOfThread() {
+  if constexpr (P::kTeams == 1) return 0;
+  return P::kAcross ? threadIdx.x % P::kTeams : threadIdx.x / P::kLanes;
+}
+// And its place in the team.
+template <class P>
+__device__ inline int LaneOfThread() {
+  if constexpr (P::kTeams == 1) return threadIdx.x;
+  return P::kAcross ? threadIdx.x / P::kTeams : threadIdx.x % P::kLanes;
+}
+
 // Staged rows lie in a cluster's blocks one run behind the other: how many columns a block has, the last one the rest.
 // Whole vectors and warps.
 template <class P>

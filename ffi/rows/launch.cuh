@@ -3,6 +3,7 @@
 #define JAXOPS_ROWS_LAUNCH_CUH_
 
 #include <cstdint>
+#include <limits>
 
 #include "core/launch.cuh"
 #include "rows/row.cuh"
@@ -260,19 +261,21 @@ using ShortSingles = Types<Along<1, 4, 2>,    //  4
 inline constexpr int64_t kShortColumns = 32;  // that those hold
 
 // Longer ones are shifted, but with masks and biases, which lie otherwise: shifted, those took two to three times the
-// time of single elements.
+// time of single elements. A thread has many of a row, as what it does for the row itself is the same for few.
 using ShortSinglesWithOptions = Joined<ShortSingles, Types<Along<8, 8>>>;  // 64
 template <int kInputs>
 using SinglesWithOptions = Joined<ShortSinglesWithOptions,
-                                  Types<Along<16, 8>,    //  128
-                                        Along<32, 8>,    //  256
-                                        Along<64, 8>,    //  512
-                                        Along<128, 8>,   // 1024
-                                        Along<256, 8>>,  // 2048
+                                  Types<Along<16, 8>,   //  128
+                                        Along<32, 8>>,  //  256
                                   std::conditional_t<kInputs == 1,
-                                                     Types<Along<512, 8>,    // 4096
-                                                           Along<1024, 8>>,  // 8192
-                                                     Types<>>>;
+                                                     Types<Along<32, 16, 1, 1, 8>,    //  512
+                                                           Along<64, 16, 1, 1, 8>,    // 1024
+                                                           Along<128, 16, 1, 1, 8>,   // 2048
+                                                           Along<256, 16, 1, 1, 4>,   // 4096
+                                                           Along<512, 16, 1, 1, 2>>,  // 8192
+                                                     Types<Along<32, 16>,             //  512
+                                                           Along<64, 16>,             // 1024
+                                                           Along<128, 16>>>>;         // 2048
 // Single elements of any rows: what no table takes.
 struct SingleElements {
   using Plain = Types<>;
@@ -319,9 +322,9 @@ template <class P>
 inline constexpr bool kPortable =
     kIsOneOf<P, Along<8, 4>, Along<32, 4>, Along<32, 8>, Along<128, 4>, Along<128, 4, 1, 1, 9>, Along<256, 4>,
              Along<256, 8>, Along<256, 8, 1, 1, 2>, Along<256, 8, 1, 1, 3>, Along<512, 4>, Along<512, 8, 1, 16>,
-             Along<32, 5>, Along<128, 5>, Along<32, 4, 1, 1, 7>, Along<128, 4, 1, 1, 7>, Along<16, 8, 1, 1, 6>,
-             Along<128, 8, 1, 1, 6>, StreamedAlong<512>, Across<8, 32, 8>, Across<8, 32, 8, 1, 3>, Across<8, 64, 8>,
-             StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
+             Along<32, 5>, Along<128, 5>, Along<128, 16>, Along<128, 16, 1, 1, 8>, Along<32, 4, 1, 1, 7>,
+             Along<128, 4, 1, 1, 7>, Along<16, 8, 1, 1, 6>, Along<128, 8, 1, 1, 6>, StreamedAlong<512>,
+             Across<8, 32, 8>, Across<8, 32, 8, 1, 3>, Across<8, 64, 8>, StreamedAcross<8, 64>, StreamedAcross<32, 16>>;
 
 // Whether code for a compute capability has kernels of a placement. Clusters of more than 8 blocks are Hopper's and
 // those of the data centres' GPUs that followed it.
@@ -343,13 +346,20 @@ inline constexpr bool kRunsHere = true;
 template <class P>
 inline constexpr int kMinBlocksHere = kRunsHere<P> ? P::kMinBlocks : 1;
 
+// Single elements of a forward pass that masks: what lies beyond a row's end is masked too, and not asked for again.
+template <class P, int kV, Lay kLay, class Op>
+inline constexpr bool kPaddedSingles = kV == 1 && kLay == Lay::kPlain && !P::kAcross && P::kPacks > 0 &&
+                                       P::kRows == 1 && P::kCluster == 1 && kOptions<Op>&& Op::kInputs == 1;
+
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
     RowKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry) {
   if constexpr (kRunsHere<P>) {
-    using RowType = Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>;
+    using RowType = Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>, kPaddedSingles<P, kV, kLay, Op>>;
     RowType row(geometry);
-    row.MoveToTeam(int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows, geometry.rows.total, {});
+    // Where a block has one row there is none beyond the last.
+    const int64_t end = RowType::kBlockRows == 1 ? std::numeric_limits<int64_t>::max() : geometry.rows.total;
+    row.MoveToTeam(int64_t{blockIdx.x / P::kCluster} * RowType::kBlockRows, end, {});
     op(row);
   }
 }

@@ -228,7 +228,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   __device__ Held<A> CombineOperand(const AnyTensor& operand, A absent, const Combine& combine) const {
     const auto read = [&]<class T>(const T* data) {
       Held<T> values = {};
-      ForEachPack(
+      this->ForEachPackRead(
           [&](int pack, int column) { values.packs[pack] = this->template ReadBroadcast<kSlot>(data, pack, column); });
       return combine(values);
     };
@@ -256,7 +256,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     return all;
   }
 
-  // Stores an expression; `beyond` in the columns that are left out.
+  // Stores an expression; `beyond` in the columns that are left out. Padded rows leave none out.
   template <class Target, class E>
   __device__ void Store(const Target& tensor, const E& expression, A beyond = 0) const {
     using T = ElementOf<Target>;
@@ -266,7 +266,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       return;
     }
     ForEachPack([&](int pack, int column) { Write(tensor, pack, column, ToPack<T, kV>(expression(pack, column))); });
-    if (this->limit_ >= columns()) return;
+    if (Packs::kPadded || this->limit_ >= columns()) return;
     const Pack<T, kV> values = ToPack<T, kV>([=](int) { return beyond; });
     this->ForEachPackInside([&](int pack, int column) {
       if (column >= this->limit_) Write(tensor, pack, column, values);

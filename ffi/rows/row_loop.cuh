@@ -95,6 +95,15 @@ using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                      
 using ShortSumPlacements =
     Types<Looped<Along<8, 2>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>,
           Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
+// Unaligned logits with options, of 16-bit elements.
+using ShiftedLogitSumPlacements = Types<Looped<Along<8, 2>, 2>,            //    121
+                                        Looped<Along<32, 2>, 2>,           //    505
+                                        Looped<Along<64, 2>, 2>,           //   1017
+                                        Looped<Along<128, 2>, 2>,          //   2041
+                                        Looped<Along<256, 2>, 2>,          //   4089
+                                        Looped<Along<512, 2>, 2>,          //   8185
+                                        Looped<Along<512, 4>, 2, true>,    //  16377
+                                        Looped<Along<512, 2, 1, 16>, 2>>;  // 131065
 using ElementSumPlacements =
     Types<Looped<Along<4, 8>, 2>, Looped<Along<32, 8>, 2>, Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 template <class P, int kStages, bool kShared, bool kKept>
@@ -389,7 +398,9 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
     constexpr int kV = kPackOf<T, U>;
     constexpr bool kFull = kTuned<T, U> && !Op::kShort;
     using Packs = std::conditional_t<kFull, SumPlacements<T, Op::kSums>, ShortSumPlacements>;
-    using ShiftedPacks = std::conditional_t<kFull, ShiftedSumPlacements, ShortSumPlacements>;
+    using ShiftedPacks = std::conditional_t<
+        kFull, ShiftedSumPlacements,
+        std::conditional_t<kTuned<T, U> && kOptions<Op>, ShiftedLogitSumPlacements, ShortSumPlacements>>;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     bool done = false;
     if (!shape.across && layouts.plain) {

@@ -62,8 +62,7 @@ class RowPacks {
   static constexpr int kHeldPacks = kStarts * kPerRow;
   static_assert(kHeld || P::kRows == 1);
 
-  explicit __device__ RowPacks(const G& geometry)
-      : geometry_(geometry), lane_(P::kAcross ? threadIdx.x / P::kTeams : threadIdx.x % P::kLanes) {
+  explicit __device__ RowPacks(const G& geometry) : geometry_(geometry), lane_(LaneOfThread<P>()) {
     if constexpr (P::kStaged && P::kCluster > 1) {
       const int share = StagedColumns<P>(columns());
       lane_ += share * ClusterRank();
@@ -100,7 +99,7 @@ class RowPacks {
   __device__ void MoveToTeam(int64_t begin, int64_t end, const int64_t (&group)[G::kSlots]) {
     MoveTo(begin + Team() * (P::kAcross ? kV : 1), P::kTeams, end, group);
   }
-  static __device__ int Team() { return P::kAcross ? threadIdx.x % P::kTeams : threadIdx.x / P::kLanes; }
+  static __device__ int Team() { return TeamOfThread<P>(); }
 
   __device__ int columns() const { return static_cast<int>(geometry_.columns.total); }
   __device__ bool live(int pack) const { return live_[pack / kPerRow]; }
@@ -118,8 +117,10 @@ class RowPacks {
     const int end = min(this->end(), limit_);
     if constexpr (kPadded) {
 #pragma unroll
-      for (int pack = 0; pack < kHeldPacks; ++pack)
+      for (int pack = 0; pack < kHeldPacks; ++pack) {
+        if (LeavesFrom(pack)) break;
         fn(pack, FirstColumn(pack / kPerRow) + pack % kPerRow * kColumnStep);
+      }
       after();
     } else if constexpr (kHeld) {
       ForEachPackBefore(end, fn);
@@ -141,6 +142,17 @@ class RowPacks {
   template <class Fn>
   __device__ void ForEachPack(Fn fn) const {
     ForEachPack(fn, [] {});
+  }
+
+  // Of a held row, the packs that are read whatever kPadded: those that begin before its end and its limit.
+  template <class Fn>
+  __device__ void ForEachPackRead(Fn fn) const {
+    ForEachPackBefore(min(end(), limit_), fn);
+  }
+  // How many of a row's packs those are, which are the thread's first.
+  __device__ int CountRead() const {
+    const int columns = min(end(), limit_) - FirstColumn(0);
+    return static_cast<int>((static_cast<unsigned>(max(columns, 0)) + kColumnStep - 1) / kColumnStep);
   }
 
   // Calls fn(columns...) for kFew packs of a streamed row at a time, fn(column)
@@ -167,6 +179,13 @@ class RowPacks {
   template <class Fn>
   __device__ void ForEachPackInside(Fn fn) const {
     ForEachPackBefore(end(), fn);
+  }
+
+  // Whether a padded row's packs from `pack` on all lie beyond its end, in all threads: asked for every fourth of
+  // single elements. (For every eighth of staged rows it took longer.)
+  __device__ bool LeavesFrom(int pack) const {
+    constexpr int kFew = kV == 1 && !P::kStaged ? 4 : kHeldPacks;
+    return pack > 0 && pack % kFew == 0 && pack * kColumnStep >= columns();
   }
 
   // Where the columns end that this block may have.
@@ -202,11 +221,11 @@ class RowPacks {
   // All packs of held rows.
   template <class T>
   __device__ void ReadAll(const T* tensor, Pack<T, kV> (&packs)[kHeldPacks]) const {
-    ForEachPack([&](int pack, int column) { packs[pack] = Read(tensor, pack, column); });
+    ForEachPackRead([&](int pack, int column) { packs[pack] = Read(tensor, pack, column); });
   }
   __device__ void ReadAll(const AnyTensor& tensor, Pack<float, kV> (&packs)[kHeldPacks]) const {
     AnyPack<kV> read[kHeldPacks] = {};
-    ForEachPack([&](int pack, int column) { read[pack] = ReadAny(tensor, pack, column); });
+    ForEachPackRead([&](int pack, int column) { read[pack] = ReadAny(tensor, pack, column); });
     WidenAll(tensor, read, packs);
   }
 

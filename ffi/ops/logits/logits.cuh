@@ -151,9 +151,13 @@ struct LogitsOptions {
   // more the booleans take more registers than their bits.
   template <class Row>
   __device__ HeldBits<Row> ReadVisible(const Row& row) const {
+    constexpr bool kCounted = Row::kPadded && Row::kV == 1;  // packs beyond the row's end, or its limit, are masked
     HeldBits<Row> held;
 #pragma unroll
-    for (uint32_t& word : held.words) word = ~0u;
+    for (int w = 0; w < static_cast<int>(std::size(held.words)); ++w) {
+      const int inside = kCounted ? row.CountRead() - 32 * w : 32;
+      held.words[w] = inside >= 32 ? ~0u : (1u << max(inside, 0)) - 1;
+    }
     if constexpr (Row::kShifted) {
       row.ForEachPack([&](int pack, int column) { held.Keep(pack, InsideBits(row, column)); });
     }
@@ -163,15 +167,15 @@ struct LogitsOptions {
       };
       if constexpr (Row::kV <= 4 && Row::kLay == rows::Lay::kPlain) {
         Pack<uint8_t, Row::kV> booleans[Row::kHeldPacks] = {};
-        row.ForEachPack([&](int pack, int column) { booleans[pack] = read(pack, column); });
+        row.ForEachPackRead([&](int pack, int column) { booleans[pack] = read(pack, column); });
 #pragma unroll
         for (int pack = 0; pack < Row::kHeldPacks; ++pack) held.Keep(pack, TrueBits(booleans[pack]));
       } else {
-        row.ForEachPack([&](int pack, int column) { held.Keep(pack, TrueBits(read(pack, column))); });
+        row.ForEachPackRead([&](int pack, int column) { held.Keep(pack, TrueBits(read(pack, column))); });
       }
     }
-    if (causal) {
-      row.ForEachPack([&](int pack, int column) { held.Keep(pack, CausalBits(row, pack, column)); });
+    if (causal && !(kCounted && row.Step(Slot::kDiagonal) == -1)) {  // which the limit has left out
+      row.ForEachPackRead([&](int pack, int column) { held.Keep(pack, CausalBits(row, pack, column)); });
     }
     return held;
   }
