@@ -37,17 +37,27 @@ COLUMNS_ONCE = sorted(
     | {n - 1 for n in _STAGED}
 )
 
-#: Shapes [outer, length, inner] of rows whose elements lie `inner` apart: lengths around the capacities of their
-#: placements, inner sizes that are a multiple of a pack or not; normalised over axis 1.
-STRIDED = [
+# Shapes [outer, length, inner]: lengths around the capacities of placements, inner sizes that are a multiple of a pack
+# or not; and blocks that share each row, a multiple of nothing.
+_AT_CAPACITIES = [
     (outer, length, inner)
     for length in (1, 2, 3, 7, 8, 9, 127, 128, 129, 500, 1023, 1024, 1025, 1500)
     for outer, inner in ((2, 3), (1, 33))
-] + [(2, 130, 2), (3, 40, 31), (1, 40, 32), (2, 5, 100), (1, 2000, 2)]
-STRIDED += [(1, 2**k + d, 8) for k in range(6, 17) for d in (0, 1)] + [(3, 65, 72), (2, 513, 40), (1, 1024, 136)]
-STRIDED += [(3, 4, 40), (2, 3, 520), (2, 16, 132)]  # few columns
-STRIDED += [(1, 300, 1200)]  # on the CPU threads share the columns of rows side by side
-STRIDED += [(1, 9001, 68), (3, 8205, 20), (3, 16389, 28)]  # on a GPU blocks share each row: a multiple of nothing
+]
+_AT_CAPACITIES += [(1, 2**k + d, 8) for k in range(6, 17) for d in (0, 1)]
+_AT_CAPACITIES += [(1, 9001, 68), (3, 8205, 20), (3, 16389, 28)]
+_ANYWHERE = [(2, 130, 2), (3, 40, 31), (1, 40, 32), (2, 5, 100), (1, 2000, 2), (3, 65, 72), (2, 513, 40)]
+_ANYWHERE += [(1, 1024, 136), (3, 4, 40), (2, 3, 520), (2, 16, 132)]
+_ANYWHERE += [(1, 300, 1200)]  # on the CPU threads share the columns of rows side by side
+
+#: Shapes of rows whose elements lie `inner` apart; normalised over axis 1.
+STRIDED = _AT_CAPACITIES + _ANYWHERE
+
+
+def strided(on_gpu: bool) -> list[tuple[int, int, int]]:
+    """STRIDED on a GPU; some of them where there is none."""
+    return STRIDED if on_gpu else _AT_CAPACITIES[::3] + _ANYWHERE
+
 
 #: One shape for each placement of such rows.
 STRIDED_ONCE = [

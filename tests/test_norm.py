@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from row_cases import STRIDED, assert_matches, coarsest, crowds, edged, lengths, some_rows
+from row_cases import assert_matches, coarsest, crowds, edged, lengths, some_rows, strided
 
 import jaxops
 from jaxops._comparison import Comparison, exact, value_and_gradients
@@ -574,8 +574,8 @@ def test_every_row_length(op, dtype, rng, on_gpu):
 
 @every_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_every_strided_row_length(op, dtype, rng):
-    check_cases(op, [(shape, 1) for shape in STRIDED if shape[1] > 2], dtype, rng)
+def test_every_strided_row_length(op, dtype, rng, on_gpu):
+    check_cases(op, [(shape, 1) for shape in strided(on_gpu) if shape[1] > 2], dtype, rng)
 
 
 @every_op

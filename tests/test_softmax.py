@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from logits_cases import INF, NAN, OPS, assert_matches_exact, every_op, exact, run, unbroadcast, wide
-from row_cases import STRIDED, assert_matches, coarsest, crowds, edged, lengths, some_rows
+from row_cases import assert_matches, coarsest, crowds, edged, lengths, some_rows, strided
 
 import jaxops
 from jaxops import _kernel
@@ -456,8 +456,8 @@ def test_every_row_length(op, dtype, rng, on_gpu):
 
 @every_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_every_strided_row_length(op, dtype, rng):
-    check_placements(op, STRIDED, 1, dtype, rng)
+def test_every_strided_row_length(op, dtype, rng, on_gpu):
+    check_placements(op, strided(on_gpu), 1, dtype, rng)
 
 
 @every_op
