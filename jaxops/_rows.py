@@ -145,7 +145,7 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
 
     On a GPU each is a block's or a cluster's, and one wave of them is best (TUNING.md): as many as an H200's 132
     multiprocessors hold at once, but at least 8 rows each. The handlers take fewer where threads would have no rows.
-    Depends on nothing but the operands, so that results do not depend on the device.
+    Depends on nothing but the operands: it is part of the compiled program.
     """
     long = columns if isinstance(columns, int) else 4097  # symbolic: may be long, and unaligned
     if long * itemsize % 16 == 0:
