@@ -38,7 +38,7 @@ COLUMNS_ONCE = sorted(
 )
 
 # Shapes [outer, length, inner]: lengths around the capacities of placements, inner sizes that are a multiple of a pack
-# or not; and blocks that share each row, a multiple of nothing.
+# or not; and rows that several blocks of a GPU share, whose sizes are multiples of nothing.
 _AT_CAPACITIES = [
     (outer, length, inner)
     for length in (1, 2, 3, 7, 8, 9, 127, 128, 129, 500, 1023, 1024, 1025, 1500)
@@ -47,7 +47,7 @@ _AT_CAPACITIES = [
 _AT_CAPACITIES += [(1, 2**k + d, 8) for k in range(6, 17) for d in (0, 1)]
 _AT_CAPACITIES += [(1, 9001, 68), (3, 8205, 20), (3, 16389, 28)]
 _ANYWHERE = [(2, 130, 2), (3, 40, 31), (1, 40, 32), (2, 5, 100), (1, 2000, 2), (3, 65, 72), (2, 513, 40)]
-_ANYWHERE += [(1, 1024, 136), (3, 4, 40), (2, 3, 520), (2, 16, 132)]
+_ANYWHERE += [(1, 1024, 136), (1, 200, 40), (3, 4, 40), (2, 3, 520), (2, 16, 132)]
 _ANYWHERE += [(1, 300, 1200)]  # on the CPU threads share the columns of rows side by side
 
 #: Shapes of rows whose elements lie `inner` apart; normalised over axis 1.

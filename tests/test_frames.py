@@ -106,7 +106,7 @@ def test_memory_of_every_layout(half, handler, memory, rng):
     there = memory_of(memory, half)
     calls = [case.make(case.least) for case in kernel_cases.row_cases()]
     short = [c for c in calls if c.handler == handler and sum(b.bytes for b in (*c.operands, *c.results)) < 1 << 16]
-    for call in short[:: 11 if half == "cuda" else 22]:
+    for call in short[:: 11 if half == "cuda" else 23]:
         frames.check_memory(half, there, call, rng)
 
 

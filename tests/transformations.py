@@ -129,12 +129,12 @@ def transformation(name: str):
 
 def waves(x):
     """Numbers of both signs, of x's shape and dtype."""
-    return ((jnp.arange(x.size) * 7 % 11 - 5) / 4).astype(x.dtype).reshape(x.shape)
+    return ((jnp.arange(x.size) * 7 % 12 - 5.5) / 4).astype(x.dtype).reshape(x.shape)
 
 
 def bend(x):
     """A nonlinear function, which XLA compiles sooner than a sine."""
-    return x / (1 + x * x)
+    return x / (2 + x * x)
 
 
 def scalar(f):

@@ -260,8 +260,9 @@ using ShortSingles = Types<Along<1, 4, 2>,    //  4
                            Along<4, 8>>;      // 32
 inline constexpr int64_t kShortColumns = 32;  // that those hold
 
-// Longer ones are shifted, but with masks and biases, which lie otherwise: shifted, those took two to three times the
-// time of single elements. A thread has many of a row, as what it does for the row itself is the same for few.
+// Longer ones are shifted, but not those with masks and biases, which lie otherwise: shifted, those took two to three
+// times the time of single elements. A thread has many of a row, as what it does for the row itself costs as much where
+// it has few.
 using ShortSinglesWithOptions = Joined<ShortSingles, Types<Along<8, 8>>>;  // 64
 template <int kInputs>
 using SinglesWithOptions = Joined<ShortSinglesWithOptions,
@@ -346,10 +347,13 @@ inline constexpr bool kRunsHere = true;
 template <class P>
 inline constexpr int kMinBlocksHere = kRunsHere<P> ? P::kMinBlocks : 1;
 
-// Single elements of a forward pass that masks: what lies beyond a row's end is masked too, and not asked for again.
+// Single elements of a forward pass that masks: those beyond a row's end are masked too, so that nothing between
+// reading and storing asks where a row ends.
+template <class P>
+inline constexpr bool kHoldsOneRow = !P::kAcross && P::kPacks > 0 && P::kRows == 1 && P::kCluster == 1;
 template <class P, int kV, Lay kLay, class Op>
-inline constexpr bool kPaddedSingles = kV == 1 && kLay == Lay::kPlain && !P::kAcross && P::kPacks > 0 &&
-                                       P::kRows == 1 && P::kCluster == 1 && kOptions<Op>&& Op::kInputs == 1;
+inline constexpr bool kPaddedSingles =
+    kV == 1 && kLay == Lay::kPlain && kHoldsOneRow<P> && Op::kInputs == 1 && kOptions<Op>;
 
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)

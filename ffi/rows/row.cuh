@@ -256,7 +256,8 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     return all;
   }
 
-  // Stores an expression; `beyond` in the columns that are left out. Padded rows leave none out.
+  // Stores an expression; `beyond` in the columns that are left out. Padded rows leave none out: there the expression
+  // gives `beyond` itself.
   template <class Target, class E>
   __device__ void Store(const Target& tensor, const E& expression, A beyond = 0) const {
     using T = ElementOf<Target>;

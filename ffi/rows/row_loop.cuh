@@ -95,7 +95,7 @@ using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                      
 using ShortSumPlacements =
     Types<Looped<Along<8, 2>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>,
           Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
-// Unaligned logits with options, of 16-bit elements.
+// Unaligned logits with options.
 using ShiftedLogitSumPlacements = Types<Looped<Along<8, 2>, 2>,            //    121
                                         Looped<Along<32, 2>, 2>,           //    505
                                         Looped<Along<64, 2>, 2>,           //   1017

@@ -41,9 +41,9 @@ __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
   return out;
 }
 
-// kPadded: packs beyond a row's end, and rows beyond the last, are zeros that
-// leave the body's sums alone, so that they are not tested for but where they
-// are stored.
+// kPadded: packs beyond a row's end hold what leaves the body's results alone,
+// so that they are not tested for but where they are read and stored: zeros,
+// as rows beyond the last are, or, of single elements, what the body masks.
 template <class P_, int kPack, Lay kLay_, class G, bool kPadded_>
 class RowPacks {
  public:
@@ -60,7 +60,7 @@ class RowPacks {
   static constexpr int kBlockRows = P::kTeams * (P::kAcross ? kV : P::kRows);
   static constexpr int kPerRow = kHeld ? P::kPacks : 1;
   static constexpr int kHeldPacks = kStarts * kPerRow;
-  static_assert(kHeld || P::kRows == 1);
+  static_assert((kHeld && (kV > 1 || !kPadded)) || P::kRows == 1);
 
   explicit __device__ RowPacks(const G& geometry) : geometry_(geometry), lane_(LaneOfThread<P>()) {
     if constexpr (P::kStaged && P::kCluster > 1) {
@@ -149,7 +149,7 @@ class RowPacks {
   __device__ void ForEachPackRead(Fn fn) const {
     ForEachPackBefore(min(end(), limit_), fn);
   }
-  // How many of a row's packs those are, which are the thread's first.
+  // How many of the thread's packs those are: its first.
   __device__ int CountRead() const {
     const int columns = min(end(), limit_) - FirstColumn(0);
     return static_cast<int>((static_cast<unsigned>(max(columns, 0)) + kColumnStep - 1) / kColumnStep);

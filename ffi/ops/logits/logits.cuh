@@ -174,7 +174,8 @@ struct LogitsOptions {
         row.ForEachPackRead([&](int pack, int column) { held.Keep(pack, TrueBits(read(pack, column))); });
       }
     }
-    if (causal && !(kCounted && row.Step(Slot::kDiagonal) == -1)) {  // which the limit has left out
+    // Counted packs end at the limit: see Narrow.
+    if (causal && !(kCounted && row.Step(Slot::kDiagonal) == -1)) {
       row.ForEachPackRead([&](int pack, int column) { held.Keep(pack, CausalBits(row, pack, column)); });
     }
     return held;
