@@ -181,6 +181,8 @@ def row_cases() -> Iterator[Case]:
         for has in _options(handler, (0,), (1,)):
             for columns, chunks in itertools.product(_COLUMNS, _sums(has)):
                 yield case(lambda rows, n=columns: (rows, n), (1,), has, chunks, columns, grows=True)
+            for columns in (40, 41) if "dscale" in has or "dbias" in has else ():  # sums over few rows
+                yield case(lambda rows, n=columns: (rows, n), (1,), has, 1, columns)
         has, *_ = _options(handler, (0, 2), (1,))
         if "softmax" in handler:
             for length, inner in ((700, 32), (2100, 68)):

@@ -37,6 +37,17 @@ COLUMNS_ONCE = sorted(
     | {n - 1 for n in _STAGED}
 )
 
+
+def beyond_few(columns: int, dtype, summed: bool = False) -> int:
+    """The least rows of adjacent elements that are not few to a GPU, whose kernels for few are others.
+
+    kFewThreads in rows/launch.cuh; summed: with sums over the rows, HasFewRows in rows/column_sums.cuh.
+    """
+    threads, pack = 1024 * 132, 16 // np.dtype(dtype).itemsize
+    rows = min(threads // 32, threads * pack // columns) + 1
+    return max(rows, min(128 + columns // 16, 512, 2**22 // columns) + 1) if summed else rows
+
+
 # Shapes [outer, length, inner]: lengths around the capacities of placements, inner sizes that are a multiple of a pack
 # or not; and rows that several blocks of a GPU share, whose sizes are multiples of nothing.
 _AT_CAPACITIES = [

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from frame_cases import LOGITS, NORMS, malformed, matmul_calls, resized, row_calls, tile_calls
-from row_cases import COLUMNS, COLUMNS_ONCE, STRIDED, STRIDED_ONCE, crowds
+from row_cases import COLUMNS, COLUMNS_ONCE, STRIDED, STRIDED_ONCE, beyond_few, crowds
 
 from jaxops import _kernel, _rows
 from jaxops.ops import _logits
@@ -41,8 +41,8 @@ def memory_of(memory, half):
 
 def takes(call, columns):
     """Whether a handler is called for rows so long: the bias gradient of longer ones is left to XLA."""
-    row_bytes = columns * call.operands[0].dtype.itemsize
-    return not call.workspaces or "softmax" not in call.handler or row_bytes <= _logits._DBIAS_ROW_BYTES
+    summed = call.workspaces and "softmax" in call.handler
+    return not summed or _logits.sums_dbias(columns, call.operands[0].dtype.itemsize)
 
 
 def check_rows(half, memory, op, dtype, options, rng, columns, strided):
@@ -51,6 +51,10 @@ def check_rows(half, memory, op, dtype, options, rng, columns, strided):
             if not takes(call, n):
                 continue
             frames.check_memory(half, memory, resized(call, 3 if n < 10000 else 2, n), rng)
+            if half == "cuda" and n < 10000 and dtype in ("float32", "bfloat16") and not call.workspaces:
+                frames.check_memory(half, memory, resized(call, beyond_few(n, call.operands[0].dtype), n), rng)
+            if call.workspaces:  # more chunks than such calls have: the kernels for many rows
+                frames.check_memory(half, memory, resized(call, 3 if n < 10000 else 2, n, chunks=2), rng)
     for call in row_calls(op, dtype, options, True, half):
         for outer, length, inner in strided:
             split = resized(call, outer, inner, length)

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from logits_cases import INF, NAN, OPS, assert_matches_exact, every_op, exact, run, unbroadcast, wide
-from row_cases import assert_matches, coarsest
+from row_cases import assert_matches, beyond_few, coarsest
 
 import jaxops
 from jaxops._comparison import value_and_gradients
+from jaxops.ops import _logits
+from jaxops.ops._matmul_choice import Device
 
 SHAPE = (2, 3, 5, 7)  # batch, heads, queries, keys
 CAUSAL = np.tril(np.ones(SHAPE[2:], bool))
@@ -105,6 +107,7 @@ def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
     aligned = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 40000)
     unaligned = (5, 30, 61, 99, 197, 333, 577, 1001, 2047, 4095, 8191, 9001)
     shapes = [(20, columns) for columns in (*aligned, *unaligned)] + [(600, 577)]
+    shapes += [(beyond_few(columns, dtype), columns) for columns in (256, 1024, 4096)]
     shapes = shapes if on_gpu else [(20, 64), (99, 99), (20, 333)]
     cases, operands = [], []
     for shape, scale, biased, causal in itertools.product(shapes, (0.6, -0.6, 0.0), (False, True), (False, True)):
@@ -434,6 +437,23 @@ def test_pullbacks_of_one_function(op, wrap, rng):
     for varied, pullback in zip(sets, pullbacks, strict=True):
         for got, i in zip(pullback(dy), varied, strict=True):
             np.testing.assert_allclose(got, wanted[i], rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted[i]).max()))
+
+
+@every_op
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.3", "12.0"])
+def test_bias_gradients_of_long_rows_where_clusters_are_small(op, capability, monkeypatch):
+    """The kernels for them are for clusters of 16 blocks; elsewhere XLA sums what the kernel gives."""
+    monkeypatch.setattr(_logits, "local_device", lambda: Device(capability, 100))
+
+    def in_kernel(columns):
+        def total(bias):
+            return OPS[op][0](jnp.ones((6, columns)), bias=bias)[:, 0].sum()
+
+        return "'dbias'" in str(jax.make_jaxpr(jax.grad(total))(jnp.ones((1, columns))))
+
+    clusters = capability in ("9.0", "10.3")
+    found = [in_kernel(columns) for columns in (2048, 2049, 32768, 32769)]
+    assert found == [True, clusters, clusters, False]
 
 
 @every_op

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from row_cases import assert_matches, coarsest, crowds, edged, lengths, some_rows, strided
+from row_cases import assert_matches, beyond_few, coarsest, crowds, edged, lengths, some_rows, strided
 
 import jaxops
 from jaxops._comparison import Comparison, exact, value_and_gradients
@@ -570,6 +570,9 @@ def check_cases(op, cases, dtype, rng, edge=None, sampled=False):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_every_row_length(op, dtype, rng, on_gpu):
     check_cases(op, [((3 if n < 10000 else 2, n), -1) for n in lengths(on_gpu) if n > 2], dtype, rng)
+    if on_gpu and dtype != "float64":
+        many = [((beyond_few(n, dtype, summed=True), n), -1) for n in lengths(on_gpu)[1::5] if n > 2]
+        check_cases(op, many, dtype, rng, sampled=True)
 
 
 @every_op

@@ -94,6 +94,68 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
+// The same of few rows, all in one group, whose elements are adjacent: a block takes kWidth packs of columns, and its
+// threads all rows of them, kLines at a time. op.template AddPack<kV>(row, place, sums): adds a row's at the columns of
+// the pack that begins at `place` of the tensors.
+template <int kV, class A, class Op>
+__global__ void __launch_bounds__(kSumThreads) SumFewRowsKernel(const __grid_constant__ Op op, const int rows,
+                                                                const int64_t columns, const SumResults<A> results) {
+  constexpr int kWidth = kV == 1 ? 32 : 8, kLines = kSumThreads / kWidth, kTile = kWidth * kV;
+  constexpr int kWarps = kSumThreads / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t first = blockIdx.x * int64_t{kTile}, column = first + lane % kWidth * kV;
+  A sums[Op::kSums][kV] = {};
+  if (column < columns) {
+#pragma unroll 4
+    for (int row = threadIdx.x / kWidth; row < rows; row += kLines)
+      op.template AddPack<kV>(row, row * columns + column, sums);
+  }
+  __shared__ A shared[Op::kSums][kWarps][kTile];
+#pragma unroll
+  for (int k = 0; k < Op::kSums; ++k)
+#pragma unroll
+    for (int i = 0; i < kV; ++i) {
+      A& sum = sums[k][i];
+#pragma unroll
+      for (int step = kWidth; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      if (lane < kWidth) shared[k][warp][lane * kV + i] = sum;
+    }
+  __syncthreads();
+  for (int i = threadIdx.x; i < Op::kSums * kTile; i += kSumThreads) {
+    const int k = i / kTile, within = i % kTile;
+    if (first + within >= columns || !results.results[k]) continue;
+    A total = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += shared[k][w][within];
+    results.results[k][first + within] = total;
+  }
+}
+
+// Whether the rows are so few that a kernel for their own results and one for the sums over them take less time than
+// one for both, whose blocks would have a few rows each, and one that adds their sums. Not where the workspace has more
+// chunks than jaxops/_rows.py asks for: so tests reach the other kernels with few rows.
+template <int kSlots>
+bool HasFewRows(const RowShape<kSlots>& shape, int sum_slot, int64_t chunks) {
+  const auto &groups = shape.groups, &rows = shape.rows, &columns = shape.columns;
+  constexpr int64_t kMost = int64_t{1} << 22;  // elements, which the L2 cache gives a second time
+  return !shape.across && groups.total == 1 && rows.count == 1 && columns.count == 1 &&
+         columns.strides[0][sum_slot] == 1 && rows.total <= std::min<int64_t>(128 + columns.total / 16, 512) &&
+         shape.size() <= kMost && chunks <= std::max<int64_t>(rows.total / 8, 1);
+}
+
+template <class T, class A, class Op, int kMore>
+cudaError_t LaunchSumsOfFewRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
+                                const SumResults<A>& results) {
+  const auto launch = [&]<int kV> {
+    constexpr int kTile = (kV == 1 ? 32 : 8) * kV;
+    const Grid grid = {(shape.columns.total + kTile - 1) / kTile, kSumThreads};
+    return Launch(stream, SumFewRowsKernel<kV, A, Op>, grid, op, static_cast<int>(shape.rows.total),
+                  shape.columns.total, results);
+  };
+  constexpr int kV = 16 / sizeof(T);
+  return shape.columns.total % kV == 0 ? launch.template operator()<kV>() : launch.template operator()<1>();
+}
+
 // Adds up the chunks in the workspace, in double: a block takes 32 sums, each of its warps every eighth chunk.
 template <class Axes, class A>
 __global__ void __launch_bounds__(kSumThreads)

@@ -33,6 +33,14 @@ struct Along {
   static_assert(kCluster == 1 || kTeams == 1);
 };
 
+// The same for few rows, whose kernels' time is that of one row: many threads for it, and hardly any code.
+template <int kLanes_, int kPacks_ = 1>
+struct FewAlong : Along<kLanes_, kPacks_> {};
+template <class P>
+inline constexpr bool kForFewRows = false;
+template <int kLanes, int kPacks>
+inline constexpr bool kForFewRows<FewAlong<kLanes, kPacks>> = true;
+
 // Rows whose neighbours' elements are adjacent: a pack holds one column of as many rows as it has elements; kWidth
 // packs lie side by side, and kLanes threads of each of kCluster blocks take a column of packs each.
 template <int kWidth_, int kLanes_, int kPacks_, int kCluster_ = 1, int kBlocks_ = 1>

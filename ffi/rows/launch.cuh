@@ -2,6 +2,7 @@
 #ifndef JAXOPS_ROWS_LAUNCH_CUH_
 #define JAXOPS_ROWS_LAUNCH_CUH_
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -25,6 +26,26 @@ using Shortest = Types<Along<1, 1, 2>,  //      8
 
 using ShortestAcross = Types<Across<128, 1, 4>,  //  4 columns
                              Across<32, 4, 4>>;  // 16
+// And of few rows.
+struct FewRows {
+  using Packs = Types<FewAlong<32>,          //  256
+                      FewAlong<128>,         // 1024
+                      FewAlong<256>,         // 2048
+                      FewAlong<512>,         // 4096
+                      FewAlong<1024>>;       // 8192
+  using Singles = Types<FewAlong<32, 4>,     //  128
+                        FewAlong<128, 4>,    //  512
+                        FewAlong<512, 4>,    // 2048
+                        FewAlong<1024, 4>>;  // 4096
+};
+struct FewRowsWithOptions {
+  using Packs = Types<FewAlong<32>, FewAlong<128>, FewAlong<256>, FewAlong<512>>;
+  using Singles = Types<>;
+};
+struct NoFewRows {
+  using Packs = Types<>;
+  using Singles = Types<>;
+};
 struct OneInput {
   using Plain = Types<Along<4, 2, 1, 1, 10>,  //     64
                       Along<8, 2, 1, 1, 16>,  //    128
@@ -112,6 +133,7 @@ struct OneInputWithParameter : OneInput {
                         Along<32, 5>,          //   1273
                         Along<128, 5>,         //   5113
                         Along<256, 5>,         //  10233
+                        Along<512, 5>,         //  20473
                         Along<512, 8, 1, 16>,  // 524281
                         StreamedAlong<512>>;
 };
@@ -263,9 +285,9 @@ inline constexpr int64_t kShortColumns = 32;  // that those hold
 // Longer ones are shifted, but not those with masks and biases, which lie otherwise: shifted, those took two to three
 // times the time of single elements. A thread has many of a row, as what it does for the row itself costs as much where
 // it has few.
-using ShortSinglesWithOptions = Joined<ShortSingles, Types<Along<8, 8>>>;  // 64
+using MoreSingles = Types<Along<8, 8>>;  // 64
 template <int kInputs>
-using SinglesWithOptions = Joined<ShortSinglesWithOptions,
+using SinglesWithOptions = Joined<MoreSingles,
                                   Types<Along<16, 8>,   //  128
                                         Along<32, 8>>,  //  256
                                   std::conditional_t<kInputs == 1,
@@ -374,10 +396,13 @@ inline constexpr int64_t kManyBlocks = 1;  // for its tests to reach every place
 #else
 inline constexpr int64_t kManyBlocks = 132;
 #endif
+// Threads of few rows: half of those that such a GPU runs at once.
+inline constexpr int64_t kFewThreads = 1024 * kManyBlocks;
 
-// Whether the rows are enough, and alike, where a thread takes several.
+// Whether the rows are enough, and alike, where a thread takes several, or few enough for their placements.
 template <class P>
 bool SuitsRows(int64_t rows, bool rows_alike) {
+  if (kForFewRows<P>) return rows * P::kLanes <= kFewThreads;
   return P::kRows == 1 || (rows_alike && rows >= kManyBlocks * P::kTeams * P::kRows);
 }
 
@@ -410,15 +435,21 @@ bool LaunchPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots
       });
 }
 
-// The rows of packs that are plain, the shortest first. Doubles have no packs.
-template <class T, class Table>
-using PlainOf = Joined<std::conditional_t<std::is_same_v<T, double>, Types<>, Shortest>, typename Table::Plain>;
-
 // The dtypes for which there are packs across, and of those the ones for which there are placements of all kinds.
 template <class T, class U>
 inline constexpr bool kPacksAcross = std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16, __half>;
 template <class T, class U = T>
 inline constexpr bool kTuned = std::is_same_v<T, U> && kIsOneOf<T, float, __nv_bfloat16>;
+
+// The placements for few rows. The backward passes of the softmaxes have less to gain.
+template <class T, class U, class Op>
+using Few = std::conditional_t<!kTuned<T, U> || (Op::kInputs == 2 && (Op::kShort || Op::kParameters == 0)), NoFewRows,
+                               std::conditional_t<Op::kShort, FewRowsWithOptions, FewRows>>;
+
+// The rows of packs that are plain, the shortest first. Doubles have no packs.
+template <class T, class Table, class FewPacks = Types<>>
+using PlainOf =
+    Joined<std::conditional_t<std::is_same_v<T, double>, Types<>, Shortest>, FewPacks, typename Table::Plain>;
 
 // The dtype of the kernels of single elements for tensors of T: they have nothing to gain from knowing it.
 template <class T>
@@ -458,25 +489,29 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   constexpr int kV = kPackOf<T, U>;
   const Layouts<Op::kSlots> packs(shape, kV, Op::kBroadcasts);
   if (packs.plain) {
-    done = LaunchPlacement<PlainOf<T, Table>, kV, Lay::kPlain, A>(stream, op, packs, &status);
+    using Plain = PlainOf<T, Table, typename Few<T, U, Op>::Packs>;
+    done = LaunchPlacement<Plain, kV, Lay::kPlain, A>(stream, op, packs, &status);
   }
-  if constexpr (kV == 8) {
-    const Layouts<Op::kSlots> halves(shape, kV / 2, Op::kBroadcasts);
-    if constexpr (kTuned<T>) {
-      if (!done && halves.plain) {
-        done = LaunchPlacement<ShortHalves, kV / 2, Lay::kPlain, A>(stream, op, halves, &status);
-      }
+  const Layouts<Op::kSlots> halves(shape, std::max(kV / 2, 1), Op::kBroadcasts);
+  if constexpr (kV == 8 && kTuned<T>) {
+    if (!done && halves.plain) {
+      done = LaunchPlacement<ShortHalves, kV / 2, Lay::kPlain, A>(stream, op, halves, &status);
     }
-    // The kernels for results of another dtype.
-    if constexpr (Op::kShort) {
+  }
+  // The kernels for results of another dtype.
+  const auto launch_halves = [&] {
+    if constexpr (kV == 8 && Op::kShort) {
       if (!done && halves.plain) {
         done = LaunchPlacement<PlainOf<T, Mixed>, kV / 2, Lay::kPlain, A>(stream, single, halves, &status);
       }
     }
-  }
+  };
+  constexpr bool kSinglesFirst = kTuned<T, U> && kOptions<Op> && Op::kInputs == 1;
+  if (!kSinglesFirst) launch_halves();
   if constexpr (!std::is_same_v<T, double>) {
-    using Singles = std::conditional_t<kOptions<Op>, SinglesWithOptions<Op::kInputs>,
-                                       std::conditional_t<Op::kShort, ShortSinglesWithOptions, ShortSingles>>;
+    using Longer = std::conditional_t<kOptions<Op>, SinglesWithOptions<Op::kInputs>,
+                                      std::conditional_t<Op::kShort, MoreSingles, Types<>>>;
+    using Singles = Joined<ShortSingles, typename Few<T, U, Op>::Singles, Longer>;
     if (!done && elements.plain) {
       if constexpr (kTuned<T, U>) {
         done = LaunchPlacement<Singles, 1, Lay::kPlain, A>(stream, op, elements, &status);
@@ -485,6 +520,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
       }
     }
   }
+  if (kSinglesFirst) launch_halves();
   if (!done && packs.aligned && !packs.plain) {
     done = LaunchPlacement<typename Table::General, kV, Lay::kGeneral, A>(stream, op, packs, &status);
   }
@@ -508,7 +544,8 @@ bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
     if (shape.across || shape.size() == 0) return false;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     return layouts.plain &&
-           LaunchPlacement<PlainOf<T, Tables<T, T, Op>>, kV, Lay::kPlain, A>(stream, op, layouts, status);
+           LaunchPlacement<PlainOf<T, Tables<T, T, Op>, typename Few<T, T, Op>::Packs>, kV, Lay::kPlain, A>(
+               stream, op, layouts, status);
   }
   return false;
 }

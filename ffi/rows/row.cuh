@@ -186,6 +186,16 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     return expression;
   }
 
+  // The same where the rows are few: what is loaded comes while the threads join their values.
+  template <class E>
+  __device__ auto KeepOfFew(const E& expression) const {
+    if constexpr (kForFewRows<P>) {
+      return Keep(expression);
+    } else {
+      return expression;
+    }
+  }
+
   // A broadcast operand of the accumulator's dtype; `absent` if there is none.
   template <int kSlot>
   __device__ auto LoadParameter(const A* data, A absent) const {

@@ -17,9 +17,18 @@ import jax.numpy as jnp
 from jaxops import _arguments as arguments
 from jaxops._kernel import warn_fallback
 from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, promoted, sum_to
+from jaxops.ops._matmul_choice import local_device
 
-#: The bytes of a row of x up to which the backward kernels sum the gradient of the bias themselves.
-_DBIAS_ROW_BYTES = 131072
+#: The bytes of a row of x up to which the backward kernels sum the gradient of the bias themselves, by clusters of 16
+#: blocks; and its columns up to which they do so on GPUs that have no such clusters.
+_DBIAS_ROW_BYTES, _DBIAS_COLUMNS = 131072, 2048
+
+
+def sums_dbias(columns: int, itemsize: int) -> bool:
+    """Whether the backward kernels sum the gradient of a bias over rows so long, on the local GPU, on the CPU too."""
+    clusters = local_device().capability.partition(".")[0] in ("9", "10")
+    return columns * itemsize <= _DBIAS_ROW_BYTES if clusters else columns <= _DBIAS_COLUMNS
+
 
 _OPTIONS = "scale: broadcast?, bias: broadcast?, where: broadcast?"
 
@@ -193,7 +202,7 @@ class Kernels:
             and not scale_wanted
             and axes == tuple(range(len(shape)))[-len(axes) :]
             and isinstance(columns := math.prod(shape[a] for a in axes), int)
-            and columns * dtype.itemsize <= _DBIAS_ROW_BYTES
+            and sums_dbias(columns, dtype.itemsize)
             and all(bias_type.shape[a] == shape[a] for a in axes)
             and bias_type.shape != shape
         )

@@ -71,8 +71,8 @@ struct NormForwardOp {
   __device__ int Scalars(const auto&) const { return 0; }
   __device__ void operator()(auto& row) const {
     (*this)(row,
-            std::pair(row.template LoadParameter<Slot::kScale>(scale, A{1}),
-                      row.template LoadParameter<Slot::kBias>(bias, A{0})),
+            std::pair(row.KeepOfFew(row.template LoadParameter<Slot::kScale>(scale, A{1})),
+                      row.KeepOfFew(row.template LoadParameter<Slot::kBias>(bias, A{0}))),
             0);
   }
   __device__ void operator()(auto& row, const auto& parameters, int) const {
@@ -150,7 +150,7 @@ struct NormBackwardOp {
   }
   __device__ void operator()(auto& row) const {
     (*this)(row,
-            std::pair(row.template LoadParameter<Slot::kScale>(scale, A{1}),
+            std::pair(row.KeepOfFew(row.template LoadParameter<Slot::kScale>(scale, A{1})),
                       rows::Reciprocal(static_cast<A>(row.columns()))),
             Scalars(row));
   }
@@ -239,6 +239,17 @@ struct ParameterGradients {
       return {dscale, g};
     } else {
       return {dscale};
+    }
+  }
+  template <int kV>
+  __device__ void AddPack(int64_t row, int64_t place, A (&sums)[kSums][kV]) const {
+    const auto values = rows::ReadPack<kV>(x + place), cotangent = rows::ReadPack<kV>(dy + place);
+    const A m = kCentred ? mean[row] : A{0}, r = rstd[row];
+#pragma unroll
+    for (int i = 0; i < kV; ++i) {
+      const A g = cotangent.template Widen<A>(i);
+      sums[0][i] += g * ((values.template Widen<A>(i) - m) * r);
+      if constexpr (kCentred) sums[1][i] += g;
     }
   }
 };
@@ -366,6 +377,7 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
     if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
     cudaError_t status = cudaSuccess;
     bool done = false;
+    [[maybe_unused]] const bool few = rows::kTuned<T, U> && rows::HasFewRows(call.shape, Slot::kSum, sums.chunks);
     if constexpr (!kWhere) {
       const bool alone = call.shape.rows.total == 1;  // each row in its group
       rows::SumPointers<A> direct = {};
@@ -373,14 +385,20 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
       done = call.parts && rows::LaunchSplitRows<T, U, /*kAcross=*/false>(stream, op, single, call.ungrouped,
                                                                           *call.parts, direct, &status);
       if (done && alone) return FromCuda(handler, status);
-      const bool looped = !done && call.sums.count && !call.shape.across &&
+      const bool looped = !done && !few && call.sums.count && !call.shape.across &&
                           rows::LaunchRowSums<T, U>(stream, op, single, call.shape, sums, &status);
       if (looped) return FromCuda(handler, status);
     }
     if (!done) status = rows::LaunchRows<T, U>(stream, op, single, call.ungrouped);
     if (status != cudaSuccess || call.sums.count == 0) return FromCuda(handler, status);
-    const ParameterGradients<kCentred, S> gradients = {
-        .x = single.x, .dy = single.dy, .mean = op.mean, .rstd = op.rstd};
+    const auto gradients_of = [&]<class V>(const auto& op) {
+      return ParameterGradients<kCentred, V>{.x = op.x, .dy = op.dy, .mean = op.mean, .rstd = op.rstd};
+    };
+    if constexpr (rows::kTuned<T, U>) {
+      const auto gradients = gradients_of.template operator()<T>(op);
+      if (few) return FromCuda(handler, rows::LaunchSumsOfFewRows<T>(stream, gradients, call.shape, sums));
+    }
+    const auto gradients = gradients_of.template operator()<S>(single);
     return FromCuda(handler, rows::LaunchColumnSums<A>(stream, gradients, call.shape, sums));
   };
   const DataType input = call.x->element_type(), output = call.dy->element_type();
