@@ -377,11 +377,16 @@ template <class P, int kV, Lay kLay, class Op>
 inline constexpr bool kPaddedSingles =
     kV == 1 && kLay == Lay::kPlain && kHoldsOneRow<P> && Op::kInputs == 1 && kOptions<Op>;
 
+// Few rows wait for what a kernel knows of them to be fetched, too.
+template <class P, Lay kLay, class Op>
+using RowGeometry =
+    std::conditional_t<kForFewRows<P> && !Op::kShort, Geometry<Op::kSlots, 1, 1>, GeometryOf<Op::kSlots, kLay>>;
+
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
-    RowKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry) {
+    RowKernel(const __grid_constant__ Op op, const __grid_constant__ RowGeometry<P, kLay, Op> geometry) {
   if constexpr (kRunsHere<P>) {
-    using RowType = Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>, kPaddedSingles<P, kV, kLay, Op>>;
+    using RowType = Row<P, kV, kLay, A, RowGeometry<P, kLay, Op>, kPaddedSingles<P, kV, kLay, Op>>;
     RowType row(geometry);
     // Where a block has one row there is none beyond the last.
     const int64_t end = RowType::kBlockRows == 1 ? std::numeric_limits<int64_t>::max() : geometry.rows.total;
@@ -419,14 +424,16 @@ bool Fits(int64_t columns, int capability) {
 // False if no placement of the table holds the rows.
 template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, cudaError_t* status) {
-  using G = GeometryOf<Op::kSlots, kLay>;
-  if (!layouts.template Fit<G>()) return false;
   const int64_t rows = layouts.rows.total, columns = layouts.columns.total;
   const int capability = CompiledCapability();
   return First(
       Placements{}, false,
-      [&]<class P> { return SuitsRows<P>(rows, layouts.rows_alike) && Fits<P, kV, kLay>(columns, capability); },
       [&]<class P> {
+        return layouts.template Fit<RowGeometry<P, kLay, Op>>() && SuitsRows<P>(rows, layouts.rows_alike) &&
+               Fits<P, kV, kLay>(columns, capability);
+      },
+      [&]<class P> {
+        using G = RowGeometry<P, kLay, Op>;
         constexpr int kBlockRows = Row<P, kV, kLay, A, G>::kBlockRows;
         const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows * P::kCluster;
         const Grid grid = {blocks, P::kThreads, P::kCluster};
