@@ -64,6 +64,13 @@ AXIS_CASES = {
 }
 
 
+#: Few rows, as of inference.
+FEW_ROWS = {
+    "gpu": tuple(Case((rows, columns)) for columns in (347, 1024, 4096, 8192) for rows in (8, 64, 256)),
+    "cpu": (),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """An op with options.
@@ -197,7 +204,9 @@ def cases(op: str, dtype: str, quick: bool) -> list[Case]:
     backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
     size = (QUICK_SIZES if quick else SIZES)[backend] // jnp.dtype(dtype).itemsize
     found = [Case((max(1, size // columns), columns)) for columns in (QUICK_COLUMNS if quick else COLUMNS[backend])]
-    return found + list(AXIS_CASES[backend] if op in ANY_AXIS and not quick else ())
+    if quick:
+        return found
+    return [*found, *FEW_ROWS[backend], *(AXIS_CASES[backend] if op in ANY_AXIS else ())]
 
 
 @functools.lru_cache(maxsize=1)

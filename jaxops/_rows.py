@@ -144,7 +144,8 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     """Into how many partial sums the sums over each group's rows are split, at most.
 
     On a GPU each is a block's or a cluster's, and one wave of them is best (TUNING.md): as many as an H200's 132
-    multiprocessors hold at once, but at least 8 rows each. The handlers take fewer where threads would have no rows.
+    multiprocessors hold at once, but at least 8 rows each. The handlers take fewer where threads would have no rows,
+    and none for few rows (HasFewRows in ffi/rows/column_sums.cuh).
     Depends on nothing but the operands: it is part of the compiled program.
     """
     long = columns if isinstance(columns, int) else 4097  # symbolic: may be long, and unaligned

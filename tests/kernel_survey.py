@@ -114,12 +114,13 @@ class Kernel:
 
     def _numbers(self) -> tuple[bool, list[int]]:
         found = re.search(r"(Along|Across)<([\d, ]+)>", self.placement)
-        return bool(found and found[1] == "Along"), [int(n) for n in found[2].split(",")] if found else []
+        numbers = [int(n) for n in found[2].split(",")] if found else []
+        return bool(found and found[1] == "Along"), numbers + [1] * (5 - len(numbers))
 
     @property
     def cluster(self) -> int:
         """Blocks that share a row."""
-        return ([*self._numbers()[1], 0, 0, 0, 1][3]) if self.placement else 1
+        return self._numbers()[1][3] if self.placement else 1
 
     @property
     def weight(self) -> float:

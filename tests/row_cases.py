@@ -88,6 +88,8 @@ STRIDED_ONCE += [(1, 2**k, 8) for k in range(6, 15)] + [(3, 8205, 20), (3, 16389
 def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
     """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other.
 
+    None are few in the sense of `beyond_few`.
+
     tool: of compute-sanitizer, the one that runs, if one does. Under synccheck two rows where clusters of 16 blocks
     take them (tools/sanitize_gpu.py).
     """
@@ -98,17 +100,17 @@ def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
         (34001, pack),
         (9001, 8 * pack),
         (4301, 16 * pack),
-        (2201, 32 * pack),
+        (4301, 32 * pack),
         (1101, 64 * pack),
     ]
-    shapes += [(541, 1024 * pack), (281, 2048 * pack), (141, 4096 * pack), (71, 8192 * pack), (35, 16384 * pack)]
-    shapes += [(19, 32768 * pack), (19, 65536 * pack)]
+    shapes += [(1041, 1024 * pack), (541, 2048 * pack), (281, 4096 * pack), (141, 8192 * pack), (71, 16384 * pack)]
+    shapes += [(35, 32768 * pack), (19, 65536 * pack)]
     shapes += [(17001, 127), (8501, 255), (6501, 511), (3301, 1001), (1701, 2047), (1501, 4097)]
-    shapes += [(411, 8193), (261, 12289), (201, 20001), (131, 33001), (71, 50257), (43, 65537), (43, 100001)]
-    shapes += [(35, 131071), (17, 200003), (17, 262143)]
+    shapes += [(521, 8193), (361, 12289), (221, 20001), (131, 33001), (91, 50257), (67, 65537), (43, 100001)]
+    shapes += [(35, 131071), (23, 200003), (17, 262143)]
     if tool == "synccheck":
         shapes = [(rows if columns <= 8192 * pack else 2, columns) for rows, columns in shapes]
-    return shapes if on_gpu else [(min(rows, 70), columns) for rows, columns in shapes if columns < 5000]
+    return shapes if on_gpu else [(min(rows, 100), columns) for rows, columns in shapes if columns < 5000]
 
 
 def some_rows(rng, rows: int) -> np.ndarray:

@@ -107,7 +107,8 @@ def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
     aligned = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 40000)
     unaligned = (5, 30, 61, 99, 197, 333, 577, 1001, 2047, 4095, 8191, 9001)
     shapes = [(20, columns) for columns in (*aligned, *unaligned)] + [(600, 577)]
-    shapes += [(beyond_few(columns, dtype), columns) for columns in (256, 1024, 4096)]
+    shapes += [(20, 1100), (20, 9004)]  # whole packs of half as many elements
+    shapes += [(beyond_few(columns, dtype), columns) for columns in (64, 256, 512, 1024, 2048, 4096)]
     shapes = shapes if on_gpu else [(20, 64), (99, 99), (20, 333)]
     cases, operands = [], []
     for shape, scale, biased, causal in itertools.product(shapes, (0.6, -0.6, 0.0), (False, True), (False, True)):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from row_cases import assert_matches, beyond_few, coarsest, crowds, edged, lengths, some_rows, strided
+from row_cases import COLUMNS_ONCE, assert_matches, beyond_few, coarsest, crowds, edged, lengths, some_rows, strided
 
 import jaxops
 from jaxops._comparison import Comparison, exact, value_and_gradients
@@ -571,7 +571,9 @@ def check_cases(op, cases, dtype, rng, edge=None, sampled=False):
 def test_every_row_length(op, dtype, rng, on_gpu):
     check_cases(op, [((3 if n < 10000 else 2, n), -1) for n in lengths(on_gpu) if n > 2], dtype, rng)
     if on_gpu and dtype != "float64":
-        many = [((beyond_few(n, dtype, summed=True), n), -1) for n in lengths(on_gpu)[1::5] if n > 2]
+        many = [((beyond_few(n, dtype, summed=True), n), -1) for n in COLUMNS_ONCE if 2 < n < 200000]
+        # Many for the kernels of their own gradients, few for the sums over them.
+        many += [((300, 4096), -1), ((200, 2048), -1), ((200, 3000), -1), ((200, 8192), -1)]
         check_cases(op, many, dtype, rng, sampled=True)
 
 
@@ -584,8 +586,8 @@ def test_every_strided_row_length(op, dtype, rng, on_gpu):
 @every_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_rows(op, dtype, rng):
-    """Parameter gradients are sums over chunks of rows: below, at and above their sizes, strided or not."""
-    cases = [((n, 40), -1) for n in (31, 32, 33, 64, 100, 5000)]
+    """Parameter gradients are sums over few rows, or over chunks of them: at and around their sizes, strided or not."""
+    cases = [((n, 40), -1) for n in (31, 32, 33, 64, 130, 131, 160, 200, 5000)]
     cases += [((10000, 3), -1), ((40, 5000), 0), ((70, 9, 33), 1), ((3, 6, 700), 1)]
     check_cases(op, cases, dtype, rng, edge=1)
 

@@ -1,6 +1,6 @@
 // Sums over the rows of each group, column by column, of up to two functions of the elements: parameter gradients.
 // Each chunk of rows is summed by its own blocks into the workspace; a second kernel adds the chunks in their order, so
-// that the result is the same in every run.
+// that the result is the same in every run. Few rows need no chunks.
 #ifndef JAXOPS_ROWS_COLUMN_SUMS_CUH_
 #define JAXOPS_ROWS_COLUMN_SUMS_CUH_
 
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kSumThreads) SumFewRowsKernel(const __grid_con
 
 // Whether the rows are so few that a kernel for their own results and one for the sums over them take less time than
 // one for both, whose blocks would have a few rows each, and one that adds their sums. Not where the workspace has more
-// chunks than jaxops/_rows.py asks for: so tests reach the other kernels with few rows.
+// chunks than _chunks in jaxops/_rows.py gives so many rows: symbolic ones, and tests of the other kernels.
 template <int kSlots>
 bool HasFewRows(const RowShape<kSlots>& shape, int sum_slot, int64_t chunks) {
   const auto &groups = shape.groups, &rows = shape.rows, &columns = shape.columns;

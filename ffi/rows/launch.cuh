@@ -26,7 +26,8 @@ using Shortest = Types<Along<1, 1, 2>,  //      8
 
 using ShortestAcross = Types<Across<128, 1, 4>,  //  4 columns
                              Across<32, 4, 4>>;  // 16
-// And of few rows.
+
+// Few rows, behind the shortest ones.
 struct FewRows {
   using Packs = Types<FewAlong<32>,          //  256
                       FewAlong<128>,         // 1024
@@ -282,12 +283,12 @@ using ShortSingles = Types<Along<1, 4, 2>,    //  4
                            Along<4, 8>>;      // 32
 inline constexpr int64_t kShortColumns = 32;  // that those hold
 
-// Longer ones are shifted, but not those with masks and biases, which lie otherwise: shifted, those took two to three
-// times the time of single elements. A thread has many of a row, as what it does for the row itself costs as much where
-// it has few.
-using MoreSingles = Types<Along<8, 8>>;  // 64
+// Longer ones are shifted unless they are few, but not those with masks and biases, which lie otherwise: shifted, those
+// took two to three times the time of single elements. A thread has many of a row, as what it does for the row itself
+// costs as much where it has few.
+using SinglesOfShort = Types<Along<8, 8>>;  // 64, of ops that are Op::kShort
 template <int kInputs>
-using SinglesWithOptions = Joined<MoreSingles,
+using SinglesWithOptions = Joined<SinglesOfShort,
                                   Types<Along<16, 8>,   //  128
                                         Along<32, 8>>,  //  256
                                   std::conditional_t<kInputs == 1,
@@ -395,14 +396,14 @@ __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
   }
 }
 
-// Rows of which each thread works on several, so that few would leave most multiprocessors without work.
+// kManyBlocks: of rows of which each thread works on several, so that few would leave most multiprocessors without
+// work. kFewThreads: of few rows at most, half of what an H200 runs at once. Emulated: for tests to reach every
+// placement.
 #ifdef JAXOPS_EMULATED
-inline constexpr int64_t kManyBlocks = 1;  // for its tests to reach every placement
+inline constexpr int64_t kManyBlocks = 1, kFewThreads = 3 * 1024;
 #else
-inline constexpr int64_t kManyBlocks = 132;
+inline constexpr int64_t kManyBlocks = 132, kFewThreads = 132 * 1024;
 #endif
-// Threads of few rows: half of those that such a GPU runs at once.
-inline constexpr int64_t kFewThreads = 1024 * kManyBlocks;
 
 // Whether the rows are enough, and alike, where a thread takes several, or few enough for their placements.
 template <class P>
@@ -517,7 +518,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   if (!kSinglesFirst) launch_halves();
   if constexpr (!std::is_same_v<T, double>) {
     using Longer = std::conditional_t<kOptions<Op>, SinglesWithOptions<Op::kInputs>,
-                                      std::conditional_t<Op::kShort, MoreSingles, Types<>>>;
+                                      std::conditional_t<Op::kShort, SinglesOfShort, Types<>>>;
     using Singles = Joined<ShortSingles, typename Few<T, U, Op>::Singles, Longer>;
     if (!done && elements.plain) {
       if constexpr (kTuned<T, U>) {
