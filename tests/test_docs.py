@@ -89,7 +89,7 @@ def test_figures():
         both = (rows[op, direction, "32768x4096", "bfloat16"] for direction in ("forward", "backward"))
         rates = [f"{float(row['ours']):.2f} ({float(row['xla']):.2f})" for row in both]
         assert f"| `{op}` | {rates[0]} | {rates[1]} |" in text
-    assert f"The last rows of all {len(rows)} measurements there" in text
+    assert f"The last rows of all {len(rows)} measurements of such sizes" in text
     assert f"Of them {slower(rows)} are slower than XLA by 3 %" in text
     time = re.search(r"last rows up to ([\d-]+), ([\d:]+)", text)
     rows = last_rows("AMD EPYC, 2 cores", f"{time[1]}T{time[2]}")
@@ -102,6 +102,24 @@ def test_figures():
         f"geometric mean over {len(rows)} measurements of the four row ops, of which {slower(rows)} are slower"
     )
     assert wanted in text
+
+
+def test_figures_of_few_rows():
+    """The README's figures of few rows are those of the rows that it names."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    rows = last_rows("NVIDIA H100 80GB HBM3", "2026-11-28T03:00")
+    for op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
+        ratios = {
+            direction: [
+                float(row["ratio"])
+                for key, row in rows.items()
+                if key[:2] == (op, direction) and re.fullmatch(r"(8|64|256)x(347|1024|4096)", key[2])
+            ]
+            for direction in ("forward", "backward")
+        }
+        means = {direction: statistics.geometric_mean(found) for direction, found in ratios.items()}
+        assert all(7 <= len(found) <= 9 for found in ratios.values())
+        assert f"{op} {means['forward']:.2f} and {means['backward']:.2f}" in text
 
 
 def test_figures_of_products():
