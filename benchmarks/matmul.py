@@ -19,6 +19,7 @@ import numpy as np
 import jaxops
 from benchmarks import harness
 from jaxops._comparison import COMPARISONS, parameter_dtype
+from jaxops._device import H200, local_device
 from jaxops.ops import _matmul_choice as choices
 
 
@@ -304,7 +305,7 @@ def run_random(clock: harness.Clock, settings: harness.Settings) -> bool:
 
 def run_own(clock: harness.Clock, settings: harness.Settings) -> bool:
     """The same on our own kernels, forward alone; False also where there are none."""
-    if _backend() == "cpu" or choices.local_device().capability != choices.H200.capability:
+    if _backend() == "cpu" or local_device().capability != H200.capability:
         settings.console.print("FAILED matmul_own: its kernels need a Hopper GPU", style="red")
         return False
 

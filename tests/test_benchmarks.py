@@ -9,6 +9,8 @@ import sys
 import jax
 import pytest
 
+from jaxops._device import H200, local_device
+
 COLUMNS = "date,jaxops,jax,device,op,direction,shape,dtype,ours,xla,unit,ceiling,ratio,timing"
 
 
@@ -87,12 +89,12 @@ def test_own_kernels_of_matmul(load, tmp_path, capsys):
     """The choice is as it was afterwards; without a Hopper GPU there is nothing to measure."""
     main, choices = load("__main__"), importlib.import_module("jaxops.ops._matmul_choice")
     small = choices.Product(64, 64, 64, "16bit")
-    hopper = jax.default_backend() != "cpu" and choices.local_device().capability == "9.0"
+    hopper = jax.default_backend() != "cpu" and local_device().capability == "9.0"
     only = ["--only", "1024x1024x1024"] if hopper else []
     command = ["matmul_own", "--dtype", "bfloat16", "--quick", "--seconds", "0.01", "--results", str(tmp_path), *only]
     assert main.main(command) == (0 if hopper else 1)
     assert hopper or "its kernels need a Hopper GPU" in capsys.readouterr().out
-    assert choices.choose(small, choices.H200).kernel == "xla"
+    assert choices.choose(small, H200).kernel == "xla"
 
 
 def test_products_that_the_choice_rests_on(load):

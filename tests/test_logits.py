@@ -12,8 +12,8 @@ from row_cases import assert_matches, beyond_few, coarsest
 
 import jaxops
 from jaxops._comparison import value_and_gradients
+from jaxops._device import Device
 from jaxops.ops import _logits
-from jaxops.ops._matmul_choice import Device
 
 SHAPE = (2, 3, 5, 7)  # batch, heads, queries, keys
 CAUSAL = np.tril(np.ones(SHAPE[2:], bool))

@@ -12,6 +12,7 @@ import pytest
 
 import jaxops
 from jaxops import _kernel
+from jaxops._device import H200, Device
 from jaxops.flax import _functions
 from jaxops.ops import _matmul_choice as choices
 from jaxops.ops._matmul_kernel import Spec, kernel, precision_of
@@ -28,7 +29,7 @@ def test_choices_are_possible(arithmetic, rng):
     """What the handler would refuse is never chosen."""
     shapes = [tuple(int(2 ** rng.uniform(0, 14)) for _ in range(3)) for _ in range(200)]
     for (m, n, k), layout, result_bytes in itertools.product(shapes, ("NN", "NT", "TN", "TT"), (2, 4)):
-        choice = choices.choose(product(m, n, k, arithmetic, layout, result_bytes=result_bytes), choices.H200)
+        choice = choices.choose(product(m, n, k, arithmetic, layout, result_bytes=result_bytes), H200)
         tile = choice.tile
         if choice.kernel == "few rows":
             rows_along = k if layout == "NT" else n
@@ -53,12 +54,12 @@ def test_choices_are_possible(arithmetic, rng):
 
 def test_a_choice_depends_on_nothing_but_the_product_and_the_device():
     large = product(4096, 4096, 4096, "f32")
-    assert choices.choose(large, choices.H200) == choices.choose(large, choices.H200)
-    assert choices.choose(large, choices.H200).kernel == "wgmma"
-    assert choices.choose(product(16, 16, 16), choices.H200).kernel == "xla"
-    assert choices.choose(large, choices.Device("8.0", 108)).kernel == "xla"
-    assert choices.choose(product(4095, 4097, 4093), choices.Device("8.0", 108)).kernel == "general"
-    assert "tile" in str(choices.choose(large, choices.H200))
+    assert choices.choose(large, H200) == choices.choose(large, H200)
+    assert choices.choose(large, H200).kernel == "wgmma"
+    assert choices.choose(product(16, 16, 16), H200).kernel == "xla"
+    assert choices.choose(large, Device("8.0", 108)).kernel == "xla"
+    assert choices.choose(product(4095, 4097, 4093), Device("8.0", 108)).kernel == "general"
+    assert "tile" in str(choices.choose(large, H200))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_a_choice_depends_on_nothing_but_the_product_and_the_device():
 )
 def test_rows_are_aligned_as_they_lie_in_memory(layout, m, k, kernel):
     """XLA's dot is slow where a row is not aligned, unless the product is narrow."""
-    assert choices.choose(product(m, 4096, k, layout=layout), choices.H200).kernel == kernel
+    assert choices.choose(product(m, 4096, k, layout=layout), H200).kernel == kernel
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_rows_are_aligned_as_they_lie_in_memory(layout, m, k, kernel):
     ],
 )
 def test_logits_of_a_vocabulary_that_is_not_aligned(m, n, layout, kernel):
-    assert choices.choose(product(m, n, 768, layout=layout), choices.H200).kernel == kernel
+    assert choices.choose(product(m, n, 768, layout=layout), H200).kernel == kernel
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_logits_of_a_vocabulary_that_is_not_aligned(m, n, layout, kernel):
 )
 def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
     """The copy that splits the large operand in parts takes as long as the product; short sums are as exact on XLA."""
-    assert choices.choose(product(m, n, k, "f32"), choices.H200).kernel == kernel
+    assert choices.choose(product(m, n, k, "f32"), H200).kernel == kernel
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
 )
 def test_tf32_without_copies_of_aligned_operands(m, n, k, layout, tile, copies):
     """But lhs along m; with the tiles that were measured (benchmarks/TUNING.md)."""
-    choice = choices.choose(product(m, n, k, "tf32", layout, result_bytes=4), choices.H200)
+    choice = choices.choose(product(m, n, k, "tf32", layout, result_bytes=4), H200)
     assert (choice.tile and choice.tile[:2], (choice.lhs_copy, choice.rhs_copy)) == (tile, copies)
 
 
@@ -149,7 +150,7 @@ def test_tf32_without_copies_of_aligned_operands(m, n, k, layout, tile, copies):
 def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, monkeypatch):
     """Also where the choice is XLA's dot."""
     monkeypatch.setattr(choices, "slower_than_xla", lambda *_: None)
-    choice = choices.choose(product(m, n, k, layout=layout), choices.H200, activation=True)
+    choice = choices.choose(product(m, n, k, layout=layout), H200, activation=True)
     assert (choice.kernel, choice.shared) == ("wgmma", shared)
     assert ("two blocks" in str(choice)) == bool(shared)
 
@@ -234,7 +235,7 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
 )
 def test_small_products_of_16_bits(m, n, k, layout, tile, splits):
     """Ours where they were measured to be faster, with the tiles of that measurement."""
-    choice = choices.choose(product(m, n, k, layout=layout), choices.H200)
+    choice = choices.choose(product(m, n, k, layout=layout), H200)
     assert (choice.tile and choice.tile[:2], choice.splits) == (tile, splits)
 
 
@@ -253,12 +254,12 @@ def test_small_products_of_16_bits(m, n, k, layout, tile, splits):
 )
 def test_short_products_with_an_activation_are_ours(m, n, k, kernel):
     """XLA's activation is a kernel of its own, which takes a third of the time."""
-    assert choices.choose(product(m, n, k), choices.H200, activation=True, bias=True).kernel == kernel
-    assert choices.choose(product(m, n, k), choices.H200, bias=True).kernel == "xla"
+    assert choices.choose(product(m, n, k), H200, activation=True, bias=True).kernel == kernel
+    assert choices.choose(product(m, n, k), H200, bias=True).kernel == "xla"
 
 
 def test_products_of_k_in_no_whole_tiles_are_ours_with_a_bias_too():
-    assert choices.choose(product(768, 704, 2248), choices.H200, bias=True).kernel == "wgmma"
+    assert choices.choose(product(768, 704, 2248), H200, bias=True).kernel == "wgmma"
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_products_of_k_in_no_whole_tiles_are_ours_with_a_bias_too():
 def test_tiles_and_bands_of_large_products(m, n, k, tile, band, monkeypatch):
     """The fastest that were measured, also where the choice is XLA's dot."""
     monkeypatch.setattr(choices, "slower_than_xla", lambda *_: None)
-    choice = choices.choose(product(m, n, k), choices.H200)
+    choice = choices.choose(product(m, n, k), H200)
     assert (choice.tile[:3], choice.band) == (tile, band)
 
 
@@ -296,7 +297,7 @@ def test_tiles_and_bands_of_large_products(m, n, k, tile, band, monkeypatch):
 )
 def test_operands_in_pieces(m, n, k, layout, tile, copies, in_pieces):
     """Threads load them where that was measured to take less than a copy does."""
-    choice = choices.choose(product(m, n, k, layout=layout), choices.H200)
+    choice = choices.choose(product(m, n, k, layout=layout), H200)
     assert (choice.tile[:2], (choice.lhs_copy, choice.rhs_copy), choice.in_pieces) == (tile, copies, in_pieces)
     assert str(choice).count("in pieces") == sum(in_pieces)
 
@@ -375,7 +376,7 @@ def test_a_large_outer_product_is_a_sum_of_two_products():
     assert dots(jnp.bfloat16, 8192) == [("2x8192xbf16", "2x8192xbf16")]
     assert dots(jnp.bfloat16, 4096) == [("4096x1xbf16", "1x4096xbf16")]
     assert dots(jnp.float32, 8192) == [("8192x1xf32", "1x8192xf32")]  # the memory's rate
-    assert "k padded to 2" in str(choices.choose(product(8192, 8192, 1), choices.H200))
+    assert "k padded to 2" in str(choices.choose(product(8192, 8192, 1), H200))
 
 
 @pytest.mark.parametrize("layout", ["NN", "NT", "TN", "TT"])

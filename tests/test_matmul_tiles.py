@@ -15,13 +15,14 @@ import pytest
 from row_cases import assert_matches
 
 from jaxops import _kernel
+from jaxops._device import local_device
 from jaxops._rows import accumulator
 from jaxops.ops import _matmul_choice as choices
 from jaxops.ops import _matmul_kernel as ops
 
 
 def _on_hopper() -> bool:
-    return jax.default_backend() == "gpu" and choices.local_device().capability == "9.0"
+    return jax.default_backend() == "gpu" and local_device().capability == "9.0"
 
 
 pytestmark = pytest.mark.skipif(

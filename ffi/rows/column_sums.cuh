@@ -94,13 +94,16 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// The same of few rows, all in one group, whose elements are adjacent: a block takes kWidth packs of columns, and its
-// threads all rows of them, kLines at a time. op.template AddPack<kV>(row, place, sums): adds a row's at the columns of
-// the pack that begins at `place` of the tensors.
+// The same of few rows, all in one group, whose elements are adjacent: a block takes kFewSumWidth packs of columns, 64
+// or 128 bytes, and its threads all rows of them, kLines at a time. op.template AddPack<kV>(row, place, sums): adds a
+// row's at the columns of the pack that begins at `place` of the tensors.
+template <int kV>
+inline constexpr int kFewSumWidth = kV == 1 ? 32 : 8;
+
 template <int kV, class A, class Op>
 __global__ void __launch_bounds__(kSumThreads) SumFewRowsKernel(const __grid_constant__ Op op, const int rows,
                                                                 const int64_t columns, const SumResults<A> results) {
-  constexpr int kWidth = kV == 1 ? 32 : 8, kLines = kSumThreads / kWidth, kTile = kWidth * kV;
+  constexpr int kWidth = kFewSumWidth<kV>, kLines = kSumThreads / kWidth, kTile = kWidth * kV;
   constexpr int kWarps = kSumThreads / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first = blockIdx.x * int64_t{kTile}, column = first + lane % kWidth * kV;
@@ -147,12 +150,12 @@ template <class T, class A, class Op, int kMore>
 cudaError_t LaunchSumsOfFewRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape,
                                 const SumResults<A>& results) {
   const auto launch = [&]<int kV> {
-    constexpr int kTile = (kV == 1 ? 32 : 8) * kV;
+    constexpr int kTile = kFewSumWidth<kV> * kV;
     const Grid grid = {(shape.columns.total + kTile - 1) / kTile, kSumThreads};
     return Launch(stream, SumFewRowsKernel<kV, A, Op>, grid, op, static_cast<int>(shape.rows.total),
                   shape.columns.total, results);
   };
-  constexpr int kV = 16 / sizeof(T);
+  constexpr int kV = kPackOf<T>;
   return shape.columns.total % kV == 0 ? launch.template operator()<kV>() : launch.template operator()<1>();
 }
 

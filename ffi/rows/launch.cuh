@@ -47,6 +47,7 @@ struct NoFewRows {
   using Packs = Types<>;
   using Singles = Types<>;
 };
+
 struct OneInput {
   using Plain = Types<Along<4, 2, 1, 1, 10>,  //     64
                       Along<8, 2, 1, 1, 16>,  //    128
@@ -451,8 +452,8 @@ inline constexpr bool kTuned = std::is_same_v<T, U> && kIsOneOf<T, float, __nv_b
 
 // The placements for few rows. The backward passes of the softmaxes have less to gain.
 template <class T, class U, class Op>
-using Few = std::conditional_t<!kTuned<T, U> || (Op::kInputs == 2 && (Op::kShort || Op::kParameters == 0)), NoFewRows,
-                               std::conditional_t<Op::kShort, FewRowsWithOptions, FewRows>>;
+using FewRowsOf = std::conditional_t<!kTuned<T, U> || (Op::kInputs == 2 && (Op::kShort || Op::kParameters == 0)),
+                                     NoFewRows, std::conditional_t<Op::kShort, FewRowsWithOptions, FewRows>>;
 
 // The rows of packs that are plain, the shortest first. Doubles have no packs.
 template <class T, class Table, class FewPacks = Types<>>
@@ -497,7 +498,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   constexpr int kV = kPackOf<T, U>;
   const Layouts<Op::kSlots> packs(shape, kV, Op::kBroadcasts);
   if (packs.plain) {
-    using Plain = PlainOf<T, Table, typename Few<T, U, Op>::Packs>;
+    using Plain = PlainOf<T, Table, typename FewRowsOf<T, U, Op>::Packs>;
     done = LaunchPlacement<Plain, kV, Lay::kPlain, A>(stream, op, packs, &status);
   }
   const Layouts<Op::kSlots> halves(shape, std::max(kV / 2, 1), Op::kBroadcasts);
@@ -519,7 +520,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   if constexpr (!std::is_same_v<T, double>) {
     using Longer = std::conditional_t<kOptions<Op>, SinglesWithOptions<Op::kInputs>,
                                       std::conditional_t<Op::kShort, SinglesOfShort, Types<>>>;
-    using Singles = Joined<ShortSingles, typename Few<T, U, Op>::Singles, Longer>;
+    using Singles = Joined<ShortSingles, typename FewRowsOf<T, U, Op>::Singles, Longer>;
     if (!done && elements.plain) {
       if constexpr (kTuned<T, U>) {
         done = LaunchPlacement<Singles, 1, Lay::kPlain, A>(stream, op, elements, &status);
@@ -552,7 +553,7 @@ bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
     if (shape.across || shape.size() == 0) return false;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     return layouts.plain &&
-           LaunchPlacement<PlainOf<T, Tables<T, T, Op>, typename Few<T, T, Op>::Packs>, kV, Lay::kPlain, A>(
+           LaunchPlacement<PlainOf<T, Tables<T, T, Op>, typename FewRowsOf<T, T, Op>::Packs>, kV, Lay::kPlain, A>(
                stream, op, layouts, status);
   }
   return false;

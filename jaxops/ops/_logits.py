@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxops import _arguments as arguments
+from jaxops._device import local_device
 from jaxops._kernel import warn_fallback
 from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, promoted, sum_to
-from jaxops.ops._matmul_choice import local_device
 
 #: The bytes of a row of x up to which the backward kernels sum the gradient of the bias themselves, by clusters of 16
 #: blocks; and its columns up to which they do so on GPUs that have no such clusters.

@@ -7,36 +7,14 @@ Nothing is timed at run time: what is recorded in a command buffer must not depe
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-
-class Device(NamedTuple):
-    """What the choice depends on: the CUDA compute capability and the number of multiprocessors."""
-
-    capability: str
-    multiprocessors: int
-
-
-#: Assumed where a program is lowered for CUDA on a machine without a GPU.
-H200 = Device("9.0", 132)
-
-
-@functools.cache
-def local_device() -> Device:
-    """The first local CUDA device."""
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return H200
-    return Device(str(device.compute_capability), int(device.core_count))
-
+from jaxops._device import H200, Device
 
 #: Of which two blocks load half of each tile for both, in the order of the calling convention.
 SHARED_OPERANDS = (None, "lhs", "rhs")

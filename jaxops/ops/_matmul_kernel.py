@@ -14,6 +14,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad
 
+from jaxops._device import local_device
 from jaxops._kernel import Kernel
 from jaxops._rows import accumulator, promoted, sum_to
 from jaxops._sharding import Layout
@@ -261,7 +262,7 @@ class _MatmulKernel(Kernel):
         )
         scaled = scale is not None and lhs.dtype.itemsize > 1  # scales of 8-bit floats cost nothing
         biased = scaled or bias is not None
-        return choices.choose(product, choices.local_device(), spec.activation is not None, biased)
+        return choices.choose(product, local_device(), spec.activation is not None, biased)
 
     def _choice_of_call(self, *operands, spec, preactivation) -> choices.Choice:
         flat = jax.eval_shape(lambda *arrays: self._flat(*arrays, spec=spec)[0], *operands)

@@ -234,7 +234,7 @@ struct ParameterGradients {
   __device__ Pack<A, kSums> operator()(const int64_t (&offsets)[kSlots]) const {
     const A g = static_cast<A>(rows::ReadElement(dy + offsets[Slot::kFull]));
     const A m = kCentred ? mean[offsets[Slot::kRow]] : A{0}, r = rstd[offsets[Slot::kRow]];
-    const A dscale = g * ((static_cast<A>(rows::ReadElement(x + offsets[Slot::kFull])) - m) * r);
+    const A dscale = ScaleShare(static_cast<A>(rows::ReadElement(x + offsets[Slot::kFull])), g, m, r);
     if constexpr (kCentred) {
       return {dscale, g};
     } else {
@@ -248,10 +248,14 @@ struct ParameterGradients {
 #pragma unroll
     for (int i = 0; i < kV; ++i) {
       const A g = cotangent.template Widen<A>(i);
-      sums[0][i] += g * ((values.template Widen<A>(i) - m) * r);
+      sums[0][i] += ScaleShare(values.template Widen<A>(i), g, m, r);
       if constexpr (kCentred) sums[1][i] += g;
     }
   }
+
+ private:
+  // An element's share of dscale.
+  static __device__ A ScaleShare(A value, A g, A m, A r) { return g * ((value - m) * r); }
 };
 
 // What the forward kernel's blocks hold beside scale and bias; the comments: columns of 16-bit elements.
