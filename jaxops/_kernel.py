@@ -21,7 +21,7 @@ from jaxops._version import __version__
 
 # The version of the handlers' calling convention; part of every target's name, so that an exported program which
 # names an older convention fails to find its target instead of calling a newer one wrongly.
-CALLING_CONVENTION = 10
+CALLING_CONVENTION = 11
 
 #: Every kernel by name, in the order of declaration.
 KERNELS: dict[str, Kernel] = {}

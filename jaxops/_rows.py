@@ -232,7 +232,6 @@ class RowKernel(Kernel):
       transpose: of a kernel that is linear in some: takes as dictionaries the operands that are given, the types of
         the wanted ones and the cotangents of the results (None for zero), and the parameters by keyword; returns the
         cotangents of the wanted operands as a dictionary.
-      trailing_sums: the sums exist only where the normalised axes are x's last ones.
       joined: how many values a row are joined over its parts, where the handlers split rows: they have a boolean
         attribute `has_parts`, and with it a workspace behind the other results. None: they split none.
       split_across: whether they split rows whose elements lie apart, too.
@@ -241,7 +240,7 @@ class RowKernel(Kernel):
 
     Parameters of a call: `axes`, the normalised axes, ascending; `dtype`, that of the first result (further full ones
     have x's); `has`, the optional slots that are there; `kept`, further axes over which sums are not taken (mapped
-    ones, those of a bias); anything else goes to the handler.
+    ones); anything else goes to the handler.
     """
 
     def __init__(
@@ -253,7 +252,6 @@ class RowKernel(Kernel):
         linear: Sequence[str] = (),
         jvp: Callable[..., tuple[Named, Named]] | None = None,
         transpose: Callable[..., Named] | None = None,
-        trailing_sums: bool = False,
         joined: int | None = None,
         split_across: bool = True,
         unsplit: Sequence[str] | None = None,
@@ -268,7 +266,6 @@ class RowKernel(Kernel):
         self._linear = frozenset(linear)
         self._jvp_rule = jvp
         self._transpose_rule = transpose
-        self._trailing_sums = trailing_sums
         self.joined = joined
         self._split_across = split_across
         slots = (*self.operands, *self.results)
@@ -440,8 +437,6 @@ class RowKernel(Kernel):
         full = [d for slot, d in zip(slots, dims, strict=True) if slot.kind == "full" and d is not None]
         sums = any(slot.kind == "sum" and slot.present(has) for slot in self.results)
         position = full[0] if full else 0  # x's own mapped axis stays where it is
-        if sums and self._trailing_sums:
-            position = min(position, params["axes"][0])
 
         def insert(kind, x, dim):
             if dim is not None:

@@ -90,7 +90,7 @@ def row_call(
     if logits:
         causal = has.get("causal", (-1, -1))
         attributes |= {"query_axis": np.int64(causal[0]), "key_axis": np.int64(causal[1])}
-        names += ["bias"] + (["dbias"] if backward else ["max"] if handler == "log_softmax_fwd" else [])
+        names += ["bias", *(["max"] if handler == "log_softmax_fwd" else [])]
         if backward:
             attributes["masked"] = np.bool_("masked" in has)
     else:
@@ -109,7 +109,7 @@ def _options(handler: str, rows: Sequence[int], columns: Sequence[int]) -> list[
     shared, alike, each = tuple(rows), tuple(columns), ()
     return {
         "softmax_fwd": [{}, {"scale": alike, "where": each}, {"bias": shared}, {"bias": shared, "where": alike}],
-        "softmax_bwd": [{}, {"scale": alike, "masked": True}, {"scale": alike, "dbias": ()}],
+        "softmax_bwd": [{}, {"scale": alike, "masked": True}],
         "log_softmax_fwd": [
             {"max": True},
             {"scale": alike, "where": each, "max": True},
@@ -120,8 +120,6 @@ def _options(handler: str, rows: Sequence[int], columns: Sequence[int]) -> list[
             {},
             {"bias": shared, "where": each},
             {"bias": shared, "where": alike},
-            {"bias": shared, "dbias": ()},
-            {"bias": shared, "where": alike, "dbias": ()},
         ],
         "layer_norm_fwd": [
             {"scale": shared, "bias": shared},

@@ -239,8 +239,7 @@ WORKSPACE = ((1, 1, 2, 4), F32)
 AXES = {"axes": np.array([2])}
 LOGITS = AXES | {"query_axis": np.int64(-1), "key_axis": np.int64(-1)}
 LOGITS |= {"has_scale": False, "has_bias": False, "has_where": False, "has_parts": False}
-LOGITS_BACKWARD = LOGITS | {"masked": False, "has_dbias": False}
-DBIAS = LOGITS_BACKWARD | {"has_dbias": True}
+LOGITS_BACKWARD = LOGITS | {"masked": False}
 LOG = LOGITS | {"has_max": False}
 SPLIT = LOGITS | {"has_parts": True}
 LOG_BACKWARD = [FULL, STATISTIC, STATISTIC, FULL]
@@ -288,13 +287,9 @@ HANDLER_CASES = {
     "bias's dtype": ("softmax_fwd", [FULL, (COLUMN, I32)], [FULL], LOGITS | {"has_bias": True}),
     "where's dtype": ("log_softmax_fwd", [FULL, PARAMETER], [FULL], LOG | {"has_where": True}),
     "where's shape": ("softmax_fwd", [FULL, ((2, 3, 3), BOOL)], [FULL], LOGITS | {"has_where": True}),
-    "dbias without workspace": ("softmax_bwd", [FULL, FULL], [FULL, PARAMETER], DBIAS),
-    "dbias's shape": ("softmax_bwd", [FULL, FULL], [FULL, WORKSPACE, STATISTIC], DBIAS),
-    "dbias's dtype": ("log_softmax_bwd", LOG_BACKWARD, [FULL, WORKSPACE, (COLUMN, BF16)], DBIAS),
     "max without total": ("log_softmax_fwd", [FULL], [FULL, STATISTIC], LOG | {"has_max": True}),
     "max's shape": ("log_softmax_bwd", [FULL, PARAMETER, STATISTIC, FULL], [FULL], LOGITS_BACKWARD),
     "total's dtype": ("log_softmax_bwd", [FULL, STATISTIC, (STATISTIC[0], BF16), FULL], [FULL], LOGITS_BACKWARD),
-    "workspace's groups": ("log_softmax_bwd", LOG_BACKWARD, [FULL, WORKSPACE, ((1, 3, 4), F32)], DBIAS),
     "no parts": ("softmax_fwd", [FULL], [FULL], SPLIT),
     "parts of fewer values": ("softmax_fwd", [FULL], [FULL, ((2, 1, 6), F32)], SPLIT),
     "parts of other rows": ("softmax_fwd", [FULL], [FULL, ((2, 2, 2, 3), F32)], SPLIT),
@@ -333,6 +328,10 @@ HANDLER_CASES = {
         [FULL, ((2, 1, 2, 4), F32), PARAMETER, ((1, 3, 4), F32)],
         NORM_BACKWARD | {"has_dbias": True},
     ),
+    "dscale without workspace": ("rms_norm_bwd", RMS_BACKWARD, [FULL, PARAMETER], NORM_BACKWARD),
+    "dscale's shape": ("rms_norm_bwd", RMS_BACKWARD, [FULL, WORKSPACE, STATISTIC], NORM_BACKWARD),
+    "dscale's dtype": ("rms_norm_bwd", RMS_BACKWARD, [FULL, WORKSPACE, (COLUMN, BF16)], NORM_BACKWARD),
+    "workspace's groups": ("rms_norm_bwd", RMS_BACKWARD, [FULL, WORKSPACE, ((1, 3, 4), F32)], NORM_BACKWARD),
     "workspace's rank": ("rms_norm_bwd", RMS_BACKWARD, [FULL, ((8,), F32), PARAMETER], NORM_BACKWARD),
     "workspace without chunks": ("rms_norm_bwd", RMS_BACKWARD, [FULL, ((1, 1, 0, 4), F32), PARAMETER], NORM_BACKWARD),
     "workspace's dtype": ("rms_norm_bwd", RMS_BACKWARD, [FULL, ((1, 1, 2, 4), BF16), PARAMETER], NORM_BACKWARD),

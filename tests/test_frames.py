@@ -13,7 +13,6 @@ from frame_cases import LOGITS, NORMS, malformed, matmul_calls, resized, row_cal
 from row_cases import COLUMNS, COLUMNS_ONCE, STRIDED, STRIDED_ONCE, beyond_few, crowds
 
 from jaxops import _kernel, _rows
-from jaxops.ops import _logits
 
 ROW_OPS = (*LOGITS, *NORMS)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -39,17 +38,9 @@ def memory_of(memory, half):
 # --- red zones, poisoned results ---
 
 
-def takes(call, columns):
-    """Whether a handler is called for rows so long: the bias gradient of longer ones is left to XLA."""
-    summed = call.workspaces and "softmax" in call.handler
-    return not summed or _logits.sums_dbias(columns, call.operands[0].dtype.itemsize)
-
-
 def check_rows(half, memory, op, dtype, options, rng, columns, strided):
     for call in row_calls(op, dtype, options, False, half):
         for n in columns:
-            if not takes(call, n):
-                continue
             frames.check_memory(half, memory, resized(call, 3 if n < 10000 else 2, n), rng)
             if half == "cuda" and n < 10000 and dtype in ("float32", "bfloat16") and not call.workspaces:
                 frames.check_memory(half, memory, resized(call, beyond_few(n, call.operands[0].dtype), n), rng)
@@ -97,8 +88,6 @@ def test_memory_of_many_rows(half, op, dtype, options, memory, rng):
     there = memory_of(memory, half)
     for rows, columns in crowds(np.dtype(getattr(ml_dtypes, dtype, dtype)), half == "cuda", frames.BARE):
         for call in row_calls(op, dtype, options, False, half):
-            if not takes(call, columns):
-                continue
             for chunks in (None, 8) if call.workspaces else (8,):
                 frames.check_memory(half, there, resized(call, rows, columns, chunks=chunks), rng)
 

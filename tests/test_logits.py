@@ -12,8 +12,6 @@ from row_cases import assert_matches, beyond_few, coarsest
 
 import jaxops
 from jaxops._comparison import value_and_gradients
-from jaxops._device import Device
-from jaxops.ops import _logits
 
 SHAPE = (2, 3, 5, 7)  # batch, heads, queries, keys
 CAUSAL = np.tril(np.ones(SHAPE[2:], bool))
@@ -246,7 +244,7 @@ def test_scalars_and_no_axes(op):
 
 @every_op
 def test_long_rows(op, rng):
-    """The gradient of a bias on both sides of the longest row whose bias the kernel sums itself."""
+    """Gradients of rows that one block holds, and of longer ones."""
     for columns in (32768, 32769):
         x, bias = draw(rng, ("bias",), bias_shape=(columns,), shape=(3, columns))
         mask, cotangent = draw_mask(rng, (3, 1)), jnp.asarray(rng.standard_normal((3, columns)), jnp.float32)
@@ -441,25 +439,8 @@ def test_pullbacks_of_one_function(op, wrap, rng):
 
 
 @every_op
-@pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0", "10.3", "12.0"])
-def test_bias_gradients_of_long_rows_where_clusters_are_small(op, capability, monkeypatch):
-    """The kernels for them are for clusters of 16 blocks; elsewhere XLA sums what the kernel gives."""
-    monkeypatch.setattr(_logits, "local_device", lambda: Device(capability, 100))
-
-    def in_kernel(columns):
-        def total(bias):
-            return OPS[op][0](jnp.ones((6, columns)), bias=bias)[:, 0].sum()
-
-        return "'dbias'" in str(jax.make_jaxpr(jax.grad(total))(jnp.ones((1, columns))))
-
-    clusters = capability in ("9.0", "10.3")
-    found = [in_kernel(columns) for columns in (2048, 2049, 32768, 32769)]
-    assert found == [True, clusters, clusters, False]
-
-
-@every_op
 def test_unwanted_gradients_cost_nothing(op, rng):
-    """Without the gradients of scale and bias, the backward pass is one kernel with one result, and nothing else."""
+    """The backward pass is one kernel with one result; without the gradient of the bias there is nothing else."""
     x, scale, bias = draw(rng, ("scale", "bias"))
 
     def total(x, scale, bias):
@@ -468,11 +449,11 @@ def test_unwanted_gradients_cost_nothing(op, rng):
     def backward_of(argnums):
         text = str(jax.make_jaxpr(jax.grad(total, argnums))(x, scale, bias))
         (line,) = (line for line in text.splitlines() if f"jaxops_{op}_bwd" in line)
-        return text, line.split("=")[0]
+        assert line.split("=")[0].count("f32[") == 1
+        return text.split(f"jaxops_{op}_bwd")[1]
 
-    assert backward_of(0)[1].count("f32[") == 1
-    assert backward_of((0, 2))[1].count("f32[") == 2
-    assert "reduce_sum" not in backward_of((0, 2))[0].split(f"jaxops_{op}_bwd")[1]
+    assert "reduce_sum" not in backward_of(0)
+    assert backward_of((0, 2)).count("reduce_sum") == 1
 
 
 @every_op

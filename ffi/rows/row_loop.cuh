@@ -95,15 +95,6 @@ using ShiftedSumPlacements = Types<Looped<Along<8, 3>, 2>,                      
 using ShortSumPlacements =
     Types<Looped<Along<8, 2>, 2>, Looped<Along<64, 2>, 2>, Looped<Along<128, 2>, 2>, Looped<Along<512, 2>, 2>,
           Looped<Along<512, 4>, 2, true>, Looped<Along<512, 2, 1, 16>, 2>>;
-// Unaligned logits with options.
-using ShiftedLogitSumPlacements = Types<Looped<Along<8, 2>, 2>,            //    121
-                                        Looped<Along<32, 2>, 2>,           //    505
-                                        Looped<Along<64, 2>, 2>,           //   1017
-                                        Looped<Along<128, 2>, 2>,          //   2041
-                                        Looped<Along<256, 2>, 2>,          //   4089
-                                        Looped<Along<512, 2>, 2>,          //   8185
-                                        Looped<Along<512, 4>, 2, true>,    //  16377
-                                        Looped<Along<512, 2, 1, 16>, 2>>;  // 131065
 using ElementSumPlacements =
     Types<Looped<Along<4, 8>, 2>, Looped<Along<32, 8>, 2>, Looped<Along<256, 8>, 2>, Looped<Along<512, 8, 1, 16>, 2>>;
 template <class P, int kStages, bool kShared, bool kKept>
@@ -216,12 +207,7 @@ struct HeldSums {
   using A = typename Row::A;
   A values[kCount][Row::kPerRow][Row::kV] = {};
 
-  // Adds expressions of the present rows.
-  template <class... Es>
-  __device__ void Add(const Row& row, const Es&... es) {
-    row.ForEachPack([&](int pack, int column) { AddPack(row, pack, column, es...); });
-  }
-  // One pack of them.
+  // Adds one pack of expressions of the present rows.
   template <class... Es>
   __device__ void AddPack(const Row& row, int pack, int column, const Es&... es) {
     if (!Row::kPadded && !row.live(pack)) return;
@@ -255,9 +241,8 @@ using GroupsOf = Axes<kSlots, GeometryOf<kSlots, kLay>::kRowAxes>;
 // Rows of adjacent elements, without broadcast operands or with the same for all of them, lie at even distances: where
 // one begins costs a product.
 template <class P, Lay kLay, class Op>
-using LoopGeometry =
-    std::conditional_t<kLay == Lay::kGeneral || (Op::kParameters == 0 && Op::kBroadcasts != 0),
-                       GeometryOf<Op::kSlots, kLay>, Geometry<Op::kSlots, 1, 1, /*kCopied=*/Op::kInputs == 2>>;
+using LoopGeometry = std::conditional_t<kLay == Lay::kGeneral, GeometryOf<Op::kSlots, kLay>,
+                                        Geometry<Op::kSlots, 1, 1, /*kCopied=*/Op::kInputs == 2>>;
 template <class P, int kV, Lay kLay, class A, class Op>
 using LoopRow = std::conditional_t<
     P::kStaged, StagedRow<Row<P, kV, kLay, A, LoopGeometry<P, kLay, Op>, /*kPadded=*/true>, Op::kParameters>,
@@ -396,17 +381,14 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
   const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
   if constexpr (!std::is_same_v<T, double>) {
     constexpr int kV = kPackOf<T, U>;
-    constexpr bool kFull = kTuned<T, U> && !Op::kShort;
-    using Packs = std::conditional_t<kFull, SumPlacements<T, Op::kSums>, ShortSumPlacements>;
-    using ShiftedPacks = std::conditional_t<
-        kFull, ShiftedSumPlacements,
-        std::conditional_t<kTuned<T, U> && kOptions<Op>, ShiftedLogitSumPlacements, ShortSumPlacements>>;
+    using Packs = std::conditional_t<kTuned<T, U>, SumPlacements<T, Op::kSums>, ShortSumPlacements>;
+    using ShiftedPacks = std::conditional_t<kTuned<T, U>, ShiftedSumPlacements, ShortSumPlacements>;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     bool done = false;
     if (!shape.across && layouts.plain) {
       done = LaunchSumPlacement<Packs, kV, Lay::kPlain, A>(stream, op, layouts, results, status);
     } else if (!shape.across && shape.columns.count == 1) {
-      if constexpr (kFull) {
+      if constexpr (kTuned<T, U>) {
         done = LaunchSumPlacement<StagedSumPlacements<T>, 1, Lay::kPlain, A>(stream, op, elements, results, status);
       }
       // A multiple of a pack's elements keeps each thread on the same columns.

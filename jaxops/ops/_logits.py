@@ -7,7 +7,6 @@ along the key axis exceeds the one along the query axis. The kernels take x, sca
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops import _arguments as arguments
-from jaxops._device import local_device
 from jaxops._kernel import warn_fallback
 from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, promoted, sum_to
-
-#: The bytes of a row of x up to which the backward kernels sum the gradient of the bias themselves, by clusters of 16
-#: blocks; and its columns up to which they do so on GPUs that have no such clusters.
-_DBIAS_ROW_BYTES, _DBIAS_COLUMNS = 131072, 2048
-
-
-def sums_dbias(columns: int, itemsize: int) -> bool:
-    """Whether the backward kernels sum the gradient of a bias over rows so long, on the local GPU, on the CPU too."""
-    clusters = local_device().capability.partition(".")[0] in ("9", "10")
-    return columns * itemsize <= _DBIAS_ROW_BYTES if clusters else columns <= _DBIAS_COLUMNS
-
 
 _OPTIONS = "scale: broadcast?, bias: broadcast?, where: broadcast?"
 
@@ -68,9 +55,9 @@ def plain_exponentials(z, max, mask):
     return visible(mask, jnp.exp(z - max))
 
 
-def plain_gradients(rows: Rows, dz, scale, dtype):
-    """dx and dbias, from the gradient of the logits."""
-    return (dz if scale is None else dz * scale).astype(dtype), *rows.sum_rows(dz)
+def plain_gradient(dz, scale, dtype):
+    """dx, from the gradient of the logits."""
+    return ((dz if scale is None else dz * scale).astype(dtype),)
 
 
 def logits_tangent(x, shape, scale, dx, dscale, dbias):
@@ -139,11 +126,10 @@ class Kernels:
         )
         self.backward = _LogitsKernel(
             f"{op}_bwd",
-            f"x: full, {_OPTIONS}{statistics}, dy: full -> dx: full, dbias: sum?",
+            f"x: full, {_OPTIONS}{statistics}, dy: full -> dx: full",
             plain_backward,
             linear=("dy",),
             transpose=self._transpose_backward,
-            trailing_sums=True,
             joined=1,
         )
         self.backward.from_result = self.from_result
@@ -179,9 +165,7 @@ class Kernels:
         del kept, dtype
         x, scale, bias, where, *statistics, _ = given.values()
         residuals = (x, None, scale, bias, where, *statistics)
-        (dy,) = self.tangent(
-            *residuals, cotangents["dx"], None, cotangents["dbias"], dtype=wanted["dy"].dtype, **params
-        )
+        (dy,) = self.tangent(*residuals, cotangents["dx"], None, None, dtype=wanted["dy"].dtype, **params)
         return {"dy": dy}
 
     def _transpose_tangent(
@@ -191,30 +175,18 @@ class Kernels:
         operand, x, scale, bias, where, *statistics, _, _, _ = given.values()
         dy = cotangents["dy"]
         x = operand if x is None else x
-        shape, dtype = operand.shape, (operand if wanted["dx"] is None else wanted["dx"]).dtype
+        dtype = (operand if wanted["dx"] is None else wanted["dx"]).dtype
         scale_wanted, bias_type = wanted["dscale"] is not None, wanted["dbias"]
         if bias_type is not None and all(bias_type.shape[a] == 1 for a in axes):
             bias_type = None  # what is added to a whole row does not change y: dz sums to 0 over each row
         if wanted["dx"] is None and not scale_wanted and bias_type is None:
             return {}
-        in_kernel = (
-            bias_type is not None
-            and not scale_wanted
-            and axes == tuple(range(len(shape)))[-len(axes) :]
-            and isinstance(columns := math.prod(shape[a] for a in axes), int)
-            and sums_dbias(columns, dtype.itemsize)
-            and all(bias_type.shape[a] == shape[a] for a in axes)
-            and bias_type.shape != shape
-        )
         kernel = functools.partial(self.backward, axes=axes, masked=masked, **causal)
-        if in_kernel or not (scale_wanted or bias_type is not None):
-            rows = [a for a in range(len(shape)) if a not in axes]
-            kept = [a for a in rows if bias_type.shape[a] == shape[a]] if in_kernel else []
-            results = ("dbias",) if in_kernel else ()
-            dx, dbias = kernel(operand, scale, bias, where, *statistics, dy, dtype=dtype, kept=kept, results=results)
-            return {"dx": dx, "dbias": None if dbias is None else dbias.astype(bias_type.dtype)}
+        if not scale_wanted and bias_type is None:
+            return {"dx": kernel(operand, scale, bias, where, *statistics, dy, dtype=dtype)[0]}
 
-        # The kernel gives dz, XLA the rest: dx = scale dz, dscale = sum(dz x), dbias = sum(dz).
+        # The kernel gives dz, XLA the rest, whose sums over rows are faster than any here: dx = scale dz,
+        # dscale = sum(dz x), dbias = sum(dz).
         wide = accumulator(dtype)
         z_dtype = dtype if bias_type is None else promoted(dtype, bias_type.dtype)
         if not self.from_result:

@@ -24,7 +24,7 @@ def _plain_backward(rows, x, scale, bias, where, max, total, dy, *, dtype, maske
     dy = _logits.visible(mask, dy.astype(z.dtype))
     exponentials = _logits.plain_exponentials(z, max, mask)
     dz = _logits.visible(mask, dy - exponentials * (rows.sum(dy)[0] / total))
-    return _logits.plain_gradients(rows, dz, scale, dtype)
+    return _logits.plain_gradient(dz, scale, dtype)
 
 
 def _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **causal):

@@ -23,7 +23,7 @@ def _plain_backward(rows, y, scale, bias, where, dy, *, dtype, masked, **causal)
     mask = y != 0 if masked else None
     dy = _logits.visible(mask, dy)
     dz = _logits.visible(mask, y * (dy - rows.sum(y * dy)[0]))
-    return _logits.plain_gradients(rows, dz, scale, dtype)
+    return _logits.plain_gradient(dz, scale, dtype)
 
 
 def _tangent(kernels, rows, y, x, scale, bias, where, dx, dscale, dbias, **params):

@@ -72,11 +72,11 @@ struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
     (*this)(row, 0, Scalars(row));
   }
 
-  __device__ void operator()(auto& row, int, const auto& values, auto&... sums_of_columns) const {
+  __device__ void operator()(auto& row, int, const auto& values) const {
     const auto cotangent = row.template Load<1>(dy);
     const auto [z, visible] = options.Load(row, x);
     const auto g = Visible(cotangent, visible);
-    Finish(row, z, visible, g, values, row.Join(row.template PartOf<rows::Sum>(g)), sums_of_columns...);
+    Finish(row, z, visible, g, values, row.Join(row.template PartOf<rows::Sum>(g)));
   }
   // The same in two halves.
   __device__ auto Begin(const auto& row, int, const auto&) const {
@@ -92,7 +92,7 @@ struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
     return rows::Map([](A g, bool seen) { return seen ? g : A{0}; }, cotangent, visible);
   }
   __device__ void Finish(auto& row, const auto& z, const auto& visible, const auto& g, const auto& values,
-                         const auto& sums, auto&... sums_of_columns) const {
+                         const auto& sums) const {
     const auto factor =
         row.Each([](A sum, A total) { return sum / total; }, sums.template Component<0>(), values.total);
     const auto gradient = [](A g, A value, bool seen, A max, A factor) {
@@ -104,7 +104,6 @@ struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
     } else {
       row.Store(dx, rows::Map([](A dz, A scale) { return dz * scale; }, dz, values.scale));
     }
-    (sums_of_columns.Add(row, dz), ...);
   }
 };
 
@@ -118,9 +117,9 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
 
 Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
                int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool has_parts,
-               bool masked, bool has_dbias) {
+               bool masked) {
   const LogitsAttributes attributes = {axes,      query_axis, key_axis,         has_scale, has_bias,
-                                       has_where, has_parts,  /*has_max=*/true, masked,    has_dbias};
+                                       has_where, has_parts,  /*has_max=*/true, masked};
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice("log_softmax_bwd", true, attributes, args, results, &call));
   JAXOPS_RETURN_IF_ERROR(CheckType("log_softmax_bwd", "dx", *call.y, call.x->element_type()));

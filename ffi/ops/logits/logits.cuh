@@ -293,7 +293,7 @@ struct LogitsOp {
   static_assert(LogitsCall::kRow == LogitsCall::kFull + 1);
   static constexpr int kInputs = kInputs_, kSlots = kNone ? LogitsCall::kFull + 1 + kRowValues : LogitsCall::kSlots,
                        kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
-  static constexpr int kParameters = 0, kSums = 1, kSumSlot = LogitsCall::kSum;
+  static constexpr int kParameters = 0;
   static constexpr bool kExponentials = kInputs == 1 && !kRowValues;
   static constexpr bool kShort = !kNone, kPadded = kNone && kInputs == 2;  // zeros are no logits, but cotangents
   __host__ __device__ int Inputs() const { return kInputs; }
@@ -410,26 +410,13 @@ Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::Remaini
   });
 }
 
-// The dtypes of first and second choose T and U of Op<kGiven, T, U>, which sums dz over rows where dbias is wanted.
+// The dtypes of first and second choose T and U of Op<kGiven, T, U>.
 template <template <Given, class, class> class Op>
 Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
                      const AnyBuffer& second) {
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
       handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y, call.parts}));
   const DataType one = first.element_type(), other = second.element_type();
-  if (call.sums.count) {
-    return VisitDtype(handler, one, other, [&]<class T> {
-      using S = rows::Single<T>;
-      const rows::SumResults<Accumulator<T>> sums(call.sums, call.shape, true, false);
-      if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
-      cudaError_t status = cudaSuccess;
-      const Op<Given::kAny, T, T> op(call);
-      if (!rows::LaunchRowSums<T, T>(stream, op, Op<Given::kAny, S, S>(call), call.shape, sums, &status)) {
-        return Invalid(handler, "no kernel sums the bias gradient over rows of this length");
-      }
-      return FromCuda(handler, status);
-    });
-  }
   if (call.has_options()) {
     return VisitDtype(handler, one, other,
                       [&]<class T> { return FromCuda(handler, LaunchLogits<Op, Given::kAny, T, T>(stream, call)); });

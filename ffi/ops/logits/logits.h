@@ -1,6 +1,6 @@
 // The operands of softmax and log_softmax, checked; shared by the CPU and the CUDA handlers.
 //   forward:  x, [scale], [bias], [where]                            -> y, [max, total], [parts]
-//   backward: x or y, [scale], [bias], [where], [max, total], dy     -> dx, [workspace, dbias], [parts]
+//   backward: x or y, [scale], [bias], [where], [max, total], dy     -> dx, [parts]
 // The logits are z = x scale + bias; masked (z = -inf, result 0 or -inf, gradient 0) where `where` is false, and, if
 // query_axis >= 0, where key > query. scale has the accumulator's dtype, bias any floating dtype, where is boolean.
 // softmax's backward pass starts from y: it needs neither bias nor where, and `masked` says that y's zeros may be
@@ -19,12 +19,12 @@ struct LogitsAttributes {
   ffi::Span<const int64_t> axes;
   int64_t query_axis, key_axis;
   bool has_scale, has_bias, has_where, has_parts;
-  bool has_max = false;                    // and total
-  bool masked = false, has_dbias = false;  // of the backward pass
+  bool has_max = false;  // and total
+  bool masked = false;   // of the backward pass
 };
 
 struct LogitsCall {
-  enum Slot { kFull, kRow, kScale, kBias, kWhere, kDiagonal, kSum, kSlots };  // kRow: max and total; kSum: dbias
+  enum Slot { kFull, kRow, kScale, kBias, kWhere, kDiagonal, kSlots };  // kRow: max and total
 
   RowShape<kSlots> shape;
   std::optional<AnyBuffer> x, y;  // forward: operand and result; backward: x or y, and dx
@@ -32,7 +32,6 @@ struct LogitsCall {
   std::optional<AnyBuffer> scale, bias, where;
   std::optional<AnyBuffer> max, total;  // results of the forward pass, operands of the backward pass
   bool causal = false, masked = false;
-  SummedResults sums;  // dbias
   std::optional<AnyBuffer> parts;
 
   bool has_options() const { return scale || bias || where || causal || masked; }
@@ -83,22 +82,12 @@ inline Error ParseLogits(const char* handler, bool backward, const LogitsAttribu
   if (call->causal) {
     JAXOPS_RETURN_IF_ERROR(parser.Diagonal(Call::kDiagonal, attributes.query_axis, attributes.key_axis));
   }
-  std::optional<AnyBuffer> workspace, dbias;
-  if (attributes.has_dbias) {
-    JAXOPS_RETURN_IF_ERROR(result.Take(&workspace));
-    JAXOPS_RETURN_IF_ERROR(result.Take(&dbias));
-    JAXOPS_RETURN_IF_ERROR(parser.Summed(Call::kSum, "dbias", *dbias));
-    JAXOPS_RETURN_IF_ERROR(CheckType(handler, "dbias", *dbias, accumulator));
-  }
   if (attributes.has_parts) JAXOPS_RETURN_IF_ERROR(result.Take(&call->parts));
   JAXOPS_RETURN_IF_ERROR(arg.End());
   JAXOPS_RETURN_IF_ERROR(result.End());
   JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->shape));
-  if (attributes.has_parts) {
-    JAXOPS_RETURN_IF_ERROR(CheckParts(handler, call->shape, accumulator, backward ? 1 : 2, *call->parts));
-  }
-  if (attributes.has_dbias) return ParseSums(handler, call->shape, accumulator, *workspace, {dbias}, &call->sums);
-  return Error::Success();
+  if (!attributes.has_parts) return Error::Success();
+  return CheckParts(handler, call->shape, accumulator, backward ? 1 : 2, *call->parts);
 }
 
 // The handlers of an op, from its file's functions Forward and Backward; `...`: further attributes of the former.
@@ -114,7 +103,7 @@ inline Error ParseLogits(const char* handler, bool backward, const LogitsAttribu
       .Attr<bool>("has_parts")
 #define JAXOPS_LOGITS_HANDLERS(op, ...)                                            \
   JAXOPS_HANDLER(op##_fwd, jaxops::Forward, JAXOPS_LOGITS_ATTRIBUTES __VA_ARGS__); \
-  JAXOPS_HANDLER(op##_bwd, jaxops::Backward, JAXOPS_LOGITS_ATTRIBUTES.Attr<bool>("masked").Attr<bool>("has_dbias"))
+  JAXOPS_HANDLER(op##_bwd, jaxops::Backward, JAXOPS_LOGITS_ATTRIBUTES.Attr<bool>("masked"))
 
 }  // namespace jaxops
 

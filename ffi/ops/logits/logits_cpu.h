@@ -72,16 +72,15 @@ Error MapLogits(const char* handler, Device& pool, const LogitsCall& call, const
 }
 
 // Calls body(loop, position, z or y, visible, dy, dz) for every row or bundle of a backward call, and makes
-// dx = dz scale and dbias of dz. logits: whether the first operand is x, to be made z, which may then be dz.
+// dx = dz scale of dz. logits: whether the first operand is x, to be made z, which may then be dz.
 template <class Body>
 Error MapGradient(const char* handler, Device& pool, const LogitsCall& call, bool logits, const Body& body) {
   using Call = LogitsCall;
   return VisitAccumulator(handler, {*call.x, *call.dy, *call.y}, [&]<class A> {
-    const bool composed = logits && call.has_options(), has_dbias = call.sums.count > 0;
+    const bool composed = logits && call.has_options();
     const A* const scale = RowValues<A>(call.scale);
-    const ColumnSums<A> sums(call.shape, call.sums);
     ForEachRow<A, Call::kSlots, 5, 1>(
-        pool, call.shape, sums.tasks(), has_dbias,
+        pool, call.shape, TasksPerGroup(call.shape), /*summed=*/false,
         {RowTensor(call.x, Call::kFull), RowTensor(call.bias, Call::kBias), RowTensor(call.where, Call::kWhere),
          RowTensor::Diagonal(call.causal && logits, Call::kDiagonal), RowTensor(call.dy, Call::kFull)},
         {RowTensor(call.y, Call::kFull)}, [=](const auto& loop, const auto& position, const auto& in, const auto& out) {
@@ -91,10 +90,8 @@ Error MapGradient(const char* handler, Device& pool, const LogitsCall& call, boo
           const auto scales = Scales(loop, position, scale);
           if (composed) FillLogits(loop, x, scales, bias, visible, dz);
           body(loop, position, composed ? dz : x, visible, dy, dz);
-          if (has_dbias) loop.AddColumns([&](int64_t i, int64_t) { return dz[i]; }, sums.Partial(0, position.task));
           if (scale) loop.Map(dz, [&](int64_t i, int64_t w) { return dz[i] * scales[w]; });
         });
-    sums.Finish(pool, call.shape, Call::kSum);
     return Error::Success();
   });
 }

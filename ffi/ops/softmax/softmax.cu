@@ -61,10 +61,10 @@ struct SoftmaxBackward : LogitsOp<kGiven, 2> {
     (*this)(row, 0, Scalars(row));
   }
 
-  __device__ void operator()(auto& row, int, const auto& scale, auto&... sums_of_columns) const {
+  __device__ void operator()(auto& row, int, const auto& scale) const {
     const auto p = row.template Load<0>(y);
     const auto cotangent = row.template Load<1>(dy);
-    Finish(row, p, cotangent, scale, row.Join(PartOf(row, p, cotangent)), sums_of_columns...);
+    Finish(row, p, cotangent, scale, row.Join(PartOf(row, p, cotangent)));
   }
   // The same in two halves.
   __device__ auto Begin(const auto& row, int, const auto&) const {
@@ -80,8 +80,7 @@ struct SoftmaxBackward : LogitsOp<kGiven, 2> {
     const auto product = [this](A p, A g) { return Product(p, g); };
     return row.template PartOf<rows::Sum>(rows::Map(product, p, cotangent));
   }
-  __device__ void Finish(auto& row, const auto& p, const auto& cotangent, const auto& scale, const auto& dots,
-                         auto&... sums_of_columns) const {
+  __device__ void Finish(auto& row, const auto& p, const auto& cotangent, const auto& scale, const auto& dots) const {
     const auto gradient = [this](A p, A g, A dot) { return Product(p, g - dot); };
     const auto dz = rows::Map(gradient, p, cotangent, dots.template Component<0>());
     if constexpr (kNone) {
@@ -89,7 +88,6 @@ struct SoftmaxBackward : LogitsOp<kGiven, 2> {
     } else {
       row.Store(dx, rows::Map([](A dz, A scale) { return dz * scale; }, dz, scale));
     }
-    (sums_of_columns.Add(row, dz), ...);
   }
 };
 
@@ -101,9 +99,9 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
 
 Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
                int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool has_parts,
-               bool masked, bool has_dbias) {
+               bool masked) {
   const LogitsAttributes attributes = {axes,      query_axis, key_axis,          has_scale, has_bias,
-                                       has_where, has_parts,  /*has_max=*/false, masked,    has_dbias};
+                                       has_where, has_parts,  /*has_max=*/false, masked};
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice("softmax_bwd", true, attributes, args, results, &call));
   if (has_bias || has_where) return Invalid("softmax_bwd", "takes neither bias nor where");

@@ -41,13 +41,13 @@ Error Forward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, 
 
 Error Backward(Device pool, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
                int64_t query_axis, int64_t key_axis, bool has_scale, bool has_bias, bool has_where, bool has_parts,
-               bool masked, bool has_dbias) {
+               bool masked) {
   const char* handler = "softmax_bwd";
   LogitsCall call;
-  JAXOPS_RETURN_IF_ERROR(ParseLogits(
-      handler, /*backward=*/true,
-      {axes, query_axis, key_axis, has_scale, has_bias, has_where, has_parts, /*has_max=*/false, masked, has_dbias},
-      args, results, &call));
+  JAXOPS_RETURN_IF_ERROR(
+      ParseLogits(handler, /*backward=*/true,
+                  {axes, query_axis, key_axis, has_scale, has_bias, has_where, has_parts, /*has_max=*/false, masked},
+                  args, results, &call));
   return MapGradient(handler, pool, call, /*logits=*/false,
                      [=](const auto& loop, const auto&, const auto* y, const auto&, const auto* dy, auto* dz) {
                        BackwardRow(masked, loop, y, dy, dz);
