@@ -167,6 +167,8 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
 
 #: The longest rows whose elements lie apart that are not split, by the itemsize, forward and backward (TUNING.md).
 _UNSPLIT_ACROSS = {2: (16384, 4096), 4: (8192, 16384)}
+#: And of those that are taken one element at a time.
+_UNSPLIT_SINGLES = 2048
 
 #: The longest adjacent rows of one dtype that a cluster holds, in bytes, forward and backward; the columns of those of
 #: two dtypes; and of rows along several axes, which a block has alone.
@@ -175,17 +177,16 @@ _UNSPLIT_MIXED = 65536
 _UNSPLIT_AXES = 8192
 
 
-def _parts(shape: Sequence[int], axes: Sequence[int], itemsizes: Iterable[int], backward: bool, across: bool) -> int:
+def _parts(shape: Sequence[int], axes: Sequence[int], itemsizes: Iterable[int], backward: bool) -> int:
     """Into how many parts the handlers split a call's rows; 0: they do not split them.
 
-    On a GPU each part of a row, or of 64 adjacent rows whose elements lie apart, is a block's: about two waves of an
-    H200's blocks, of which each of 132 multiprocessors holds 2, or 4, but parts of at least 4096, or 256, columns, and
-    a multiple of that (ffi/rows/split_rows.cuh). Depends on nothing but the operands, so that results do not depend on
-    the device.
+    On a GPU each part of a row, or of adjacent rows whose elements lie apart (64 in packs, 4 in single elements), is a
+    block's: about two waves of an H200's blocks, of which each of 132 multiprocessors holds 2, or 4, but parts of at
+    least 4096, 256 or 1024 columns, and a multiple of that (ffi/rows/split_rows.cuh). Depends on nothing but the
+    operands, so that results do not depend on the device.
 
     Args:
       itemsizes: those of the tensors of x's shape, each once.
-      across: whether the handlers split rows whose elements lie apart.
     """
     if not all(isinstance(d, int) for d in shape):  # symbolic
         return 0
@@ -201,11 +202,14 @@ def _parts(shape: Sequence[int], axes: Sequence[int], itemsizes: Iterable[int], 
         if columns <= limit or wanted < 2:
             return 0
     else:
-        if not across or more or [of_row for of_row, _ in runs[-2:]] != [True, False] or len(runs) > 3:
+        if [of_row for of_row, _ in runs[-2:]] != [True, False] or len(runs) > 3:
             return 0
-        if columns <= _UNSPLIT_ACROSS[one][backward] or runs[-1][1] % 4:
+        packs = not more and runs[-1][1] % 4 == 0
+        adjacent, multiple, least = (64, 256, 1) if packs else (4, 1024, 2)
+        tiles = -(-rows // adjacent)
+        wanted = min(max(1056 // tiles, 1), max(64, 192 // tiles))
+        if columns <= (_UNSPLIT_ACROSS[one][backward] if packs else _UNSPLIT_SINGLES) or wanted < least:
             return 0
-        wanted, multiple = min(max(1056 // -(-rows // 64), 1), 64), 256
     share = -(-columns // (wanted * multiple)) * multiple
     return -(-columns // share)
 
@@ -234,7 +238,6 @@ class RowKernel(Kernel):
         cotangents of the wanted operands as a dictionary.
       joined: how many values a row are joined over its parts, where the handlers split rows: they have a boolean
         attribute `has_parts`, and with it a workspace behind the other results. None: they split none.
-      split_across: whether they split rows whose elements lie apart, too.
       unsplit: the slots with which they split none; None: broadcast operands and sums.
       target: see Kernel.
 
@@ -253,7 +256,6 @@ class RowKernel(Kernel):
         jvp: Callable[..., tuple[Named, Named]] | None = None,
         transpose: Callable[..., Named] | None = None,
         joined: int | None = None,
-        split_across: bool = True,
         unsplit: Sequence[str] | None = None,
         target: bool = True,
     ):
@@ -267,7 +269,6 @@ class RowKernel(Kernel):
         self._jvp_rule = jvp
         self._transpose_rule = transpose
         self.joined = joined
-        self._split_across = split_across
         slots = (*self.operands, *self.results)
         self._unsplit = (
             {slot.name for slot in slots if slot.kind in ("broadcast", "sum")} if unsplit is None else {*unsplit}
@@ -395,7 +396,7 @@ class RowKernel(Kernel):
         shape = operands[0].shape
         inputs = [slot for slot in self.operands if slot.kind == "full" and slot.condition is None]
         itemsizes = {dtype.itemsize for dtype in dtypes}
-        count = _parts(shape, axes, itemsizes, backward=len(inputs) == 2, across=self._split_across)
+        count = _parts(shape, axes, itemsizes, backward=len(inputs) == 2)
         rows = (d for a, d in enumerate(shape) if a not in axes)
         return ShapedArray((count, self.joined, math.prod(rows)), np.float32) if count else None
 

@@ -21,6 +21,15 @@ NORMS = {
     "one parameter for several rows": ({"reduction_axes": 1, "feature_axes": -1}, (3, 5, 16)),
 }
 
+#: Those that have to do with dtypes, and are tested with every one.
+TYPED_NORMS = ("defaults", "bf16 results", "f16 parameters", "nothing to learn")
+
+
+def norms(*others):
+    """The cases of the normalisations and dtypes of x: float32, and for some of them the others."""
+    return [(case, dtype) for case in NORMS for dtype in ("float32", *(others if case in TYPED_NORMS else ()))]
+
+
 #: Attributes of the multi-head attention layers, and the keyword arguments of the call, from the mask.
 ATTENTIONS = {
     "defaults": ({}, lambda mask: {}),

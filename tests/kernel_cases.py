@@ -182,9 +182,8 @@ def row_cases() -> Iterator[Case]:
             for columns in (40, 41) if "dscale" in has or "dbias" in has else ():  # sums over few rows
                 yield case(lambda rows, n=columns: (rows, n), (1,), has, 1, columns)
         has, *_ = _options(handler, (0, 2), (1,))
-        if "softmax" in handler:
-            for length, inner in ((700, 32), (2100, 68)):
-                yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has | {"parts": 3}, 0, length, path="parts")
+        for length, inner in ((700, 32), (2100, 68), (2100, 3)):
+            yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has | {"parts": 3}, 1, length, path="parts")
         has, *_ = _options(handler, (0,), (1,))
         for columns in (12288, 12289):
             yield case(lambda _, n=columns: (2, n), (1,), has | {"parts": 3}, 1, columns, path="parts")

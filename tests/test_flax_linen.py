@@ -34,8 +34,7 @@ def compare(rng, ours, theirs, *arguments, launches=1, rounding=None, ulp=8, rng
     return got
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-@pytest.mark.parametrize("case", cases.NORMS)
+@pytest.mark.parametrize(("case", "dtype"), cases.norms("bfloat16", "int32"))
 @pytest.mark.parametrize("layer", ["LayerNorm", "RMSNorm"])
 def test_norm(rng, layer, case, dtype):
     options, shape = cases.NORMS[case]

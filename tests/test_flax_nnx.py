@@ -36,8 +36,7 @@ def compare(rng, name, *arguments, launches=1, rounding=None, ulp=8, call=None, 
     cases.assert_same(got, wanted, rounding=rounding, ulp=ulp)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", cases.NORMS)
+@pytest.mark.parametrize(("case", "dtype"), cases.norms("bfloat16"))
 @pytest.mark.parametrize("layer", ["LayerNorm", "RMSNorm"])
 def test_norm(rng, layer, case, dtype):
     options, shape = cases.NORMS[case]

@@ -437,9 +437,9 @@ def activate(activation, z):
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_exact", "silu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_bias_and_activation(activation, dtype, rng):
+def test_bias_and_activation(activation, dtype, rng, on_gpu):
     # Bias shapes are XLA's business on the CPU and the epilogue's on CUDA: they do not depend on the dtype.
-    cases = BIASED if dtype == "float32" else BIASED[2::4]
+    cases = BIASED if dtype == "float32" and (on_gpu or activation == "gelu") else BIASED[2::4]
     wider = "float64" if dtype == "float64" else "float32"
     with contract.precision_of(dtype):
         operands = [

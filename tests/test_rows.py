@@ -113,9 +113,10 @@ def test_handlers_agree_with_plain_jax(op, dtype, rng, monkeypatch):
 
 # --- rows that blocks share in parts ---
 
-#: Shapes and axes: rows of adjacent elements, a multiple of a pack or not, and of elements along two axes apart.
+#: Shapes and axes: rows of adjacent elements, a multiple of a pack or not, and of elements along two axes apart; rows
+#: across, in packs and not.
 IN_PARTS = [((1, 1048583), (1,)), ((3, 600009), (1,)), ((2, 600008), (1,)), ((70, 3, 151), (0, 2))]
-IN_PARTS += [((9, 2, 4096), (0, 2))]
+IN_PARTS += [((9, 2, 4096), (0, 2)), ((2, 16500, 8), (1,)), ((2, 2500, 3), (1,))]
 
 
 @every_op

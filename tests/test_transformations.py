@@ -17,10 +17,19 @@ from jaxops import _kernel
 
 #: Tested with more shapes and axes elsewhere.
 ELSEWHERE = ("jit", "vmap", "nested vmap", "scan", "while", "cond", "remat", "check_grads")
+#: Of ops that are there with all their options, too, the others are slow tests.
+PLAIN = ("grad", "jvp", "grad of grad", "Auto mesh, rows split", "Auto mesh, columns split")
 
 
-@pytest.mark.parametrize("name", [name for name in transformations.TRANSFORMATIONS if name not in ELSEWHERE])
-@pytest.mark.parametrize("op", transformations.OPS)
+def cells():
+    for op in transformations.OPS:
+        twice = any(other.startswith(f"{op}, ") for other in transformations.OPS)
+        for name in transformations.TRANSFORMATIONS:
+            if name not in ELSEWHERE:
+                yield pytest.param(op, name, marks=[pytest.mark.slow] * (twice and name not in PLAIN))
+
+
+@pytest.mark.parametrize(("op", "name"), cells())
 def test_cell(op, name):
     transformations.check(op, name)
 
@@ -39,7 +48,7 @@ def options_of_softmax(rng, op):
     visible = where & np.tril(np.ones((3, 4), bool))
     call = getattr(jaxops, op)
     return {
-        "bias in the kernel": (lambda x, b: call(x, bias=b), (x, bias[0])),
+        "bias": (lambda x, b: call(x, bias=b), (x, bias[0])),
         "bias of rows": (lambda x, b: call(x, bias=b), (x, bias[:, :1])),
         "axes and where": (lambda x, b: jnp.where(where, call(x, (0, 2), where, bias=b, scale=0.5), 0), (x, bias)),
         "no axes": (lambda x: call(x, ()), (x,)),

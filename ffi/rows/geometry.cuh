@@ -36,10 +36,6 @@ struct Along {
 // The same for few rows, whose kernels' time is that of one row: many threads for it, and hardly any code.
 template <int kLanes_, int kPacks_ = 1>
 struct FewAlong : Along<kLanes_, kPacks_> {};
-template <class P>
-inline constexpr bool kForFewRows = false;
-template <int kLanes, int kPacks>
-inline constexpr bool kForFewRows<FewAlong<kLanes, kPacks>> = true;
 
 // Rows whose neighbours' elements are adjacent: a pack holds one column of as many rows as it has elements; kWidth
 // packs lie side by side, and kLanes threads of each of kCluster blocks take a column of packs each.
@@ -58,6 +54,17 @@ struct Across {
   static constexpr int kWarpLanes = 32 / kStep;
   static constexpr int kWarps = kLanes > 1 ? kThreads / 32 : 1;
 };
+
+// The same for few rows: few of them a block, so that there are more blocks.
+template <int kWidth_, int kLanes_, int kPacks_, int kCluster_ = 1>
+struct FewAcross : Across<kWidth_, kLanes_, kPacks_, kCluster_> {};
+
+template <class P>
+inline constexpr bool kForFewRows = false;
+template <int kLanes, int kPacks>
+inline constexpr bool kForFewRows<FewAlong<kLanes, kPacks>> = true;
+template <int kWidth, int kLanes, int kPacks, int kCluster>
+inline constexpr bool kForFewRows<FewAcross<kWidth, kLanes, kPacks, kCluster>> = true;
 
 // The same of rows that are split (rows/split_rows.cuh): each block has a run of their columns, and a thread reads kFew
 // packs at once. kBackwards: the last ones first, and results are not to stay in the caches.

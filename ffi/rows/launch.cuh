@@ -34,6 +34,10 @@ struct FewRows {
                       FewAlong<256>,         // 2048
                       FewAlong<512>,         // 4096
                       FewAlong<1024>>;       // 8192
+  using Halves = Types<FewAlong<32, 4>,      //  512
+                       FewAlong<64, 4>,      // 1024
+                       FewAlong<128, 4>,     // 2048
+                       FewAlong<256, 4>>;    // 4096
   using Singles = Types<FewAlong<32, 4>,     //  128
                         FewAlong<128, 4>,    //  512
                         FewAlong<512, 4>,    // 2048
@@ -41,10 +45,12 @@ struct FewRows {
 };
 struct FewRowsWithOptions {
   using Packs = Types<FewAlong<32>, FewAlong<128>, FewAlong<256>, FewAlong<512>>;
+  using Halves = Types<>;
   using Singles = Types<>;
 };
 struct NoFewRows {
   using Packs = Types<>;
+  using Halves = Types<>;
   using Singles = Types<>;
 };
 
@@ -101,7 +107,9 @@ struct OneInput {
                         Along<256, 8, 1, 16>,  // 262137
                         Along<512, 8, 1, 16>,  // 524281
                         StreamedAlong<512>>;
-  using General = Types<Along<64, 4>, StreamedAlong<512>>;
+  using General = Types<Along<64, 4>,   //  2048
+                        Along<256, 8>,  // 16384
+                        StreamedAlong<512>>;
   using GeneralAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64>>;
 };
 // Results of 16 bits that take an exponential each.
@@ -223,6 +231,7 @@ struct Short : OneInput {
   using PlainAcross = Types<Across<8, 32, 8>, StreamedAcross<8, 64, 16>, StreamedAcross<8, 64>>;
   using PlainAcross16 = PlainAcross;
   using Shifted = Types<Along<32, 2>, Along<128, 5>, Along<512, 5>, Along<512, 4, 1, 8>, StreamedAlong<512>>;
+  using General = Types<Along<64, 4>, StreamedAlong<512>>;
   using GeneralAcross = Types<StreamedAcross<8, 64>>;
 };
 // Of unaligned rows, those that single elements leave.
@@ -305,18 +314,21 @@ using SinglesWithOptions = Joined<SinglesOfShort,
 struct SingleElements {
   using Plain = Types<>;
   using General = Types<Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
-  using GeneralAcross = Types<StreamedAcross<32, 16, 16>, StreamedAcross<32, 16>>;
-  using PlainAcross = Joined<Types<Across<128, 1, 8>,       //    8
-                                   Across<32, 16, 16>,      //  256
-                                   Across<32, 16, 16, 8>>,  // 2048
-                             GeneralAcross>;
+  // Of many rows a cluster's threads would have few elements each.
+  using LongAcross = Types<FewAcross<32, 16, 0, 16>, StreamedAcross<32, 16>>;
+  using GeneralAcross = Joined<Types<Across<8, 32, 8>>, LongAcross>;  //  256
+  using PlainAcross = Joined<Types<Across<128, 1, 8>,                 //    8
+                                   FewAcross<8, 32, 8>,               //  256
+                                   Across<32, 16, 16>,                //  256
+                                   FewAcross<8, 32, 8, 8>>,           // 2048
+                             LongAcross>;
 };
 // Fewer: each costs a tenth of a megabyte of a release.
 struct SingleDoubles {
   using Plain = Types<Along<4, 8>, Along<32, 4>, Along<256, 8>, StreamedAlong<512>>;
   using General = Types<StreamedAlong<512>>;
   using PlainAcross = Types<>;
-  using GeneralAcross = SingleElements::GeneralAcross;
+  using GeneralAcross = SingleElements::LongAcross;
 };
 
 // Ops on logits with options, forward or backward; not norms with masks.
@@ -381,8 +393,8 @@ inline constexpr bool kPaddedSingles =
 
 // Few rows wait for what a kernel knows of them to be fetched, too.
 template <class P, Lay kLay, class Op>
-using RowGeometry =
-    std::conditional_t<kForFewRows<P> && !Op::kShort, Geometry<Op::kSlots, 1, 1>, GeometryOf<Op::kSlots, kLay>>;
+using RowGeometry = std::conditional_t<kForFewRows<P> && !P::kAcross && !Op::kShort, Geometry<Op::kSlots, 1, 1>,
+                                       GeometryOf<Op::kSlots, kLay>>;
 
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
@@ -504,7 +516,8 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   const Layouts<Op::kSlots> halves(shape, std::max(kV / 2, 1), Op::kBroadcasts);
   if constexpr (kV == 8 && kTuned<T>) {
     if (!done && halves.plain) {
-      done = LaunchPlacement<ShortHalves, kV / 2, Lay::kPlain, A>(stream, op, halves, &status);
+      using Halves = Joined<ShortHalves, typename FewRowsOf<T, U, Op>::Halves>;
+      done = LaunchPlacement<Halves, kV / 2, Lay::kPlain, A>(stream, op, halves, &status);
     }
   }
   // The kernels for results of another dtype.

@@ -15,7 +15,8 @@ namespace jaxops::rows {
 
 // All parts but the last have a multiple of this many columns: whole runs of packs for every thread. jaxops/_rows.py
 // makes as many parts as that gives.
-inline constexpr int kPartColumns = 256;  // of rows across
+inline constexpr int kPartColumns = 256;          // of packs of rows across
+inline constexpr int kPartColumnsSingles = 1024;  // of single elements of such rows
 inline constexpr int kPartColumnsAlong = 4096;
 
 // Where each row is alone in its group: the results of the op's sums over rows, which are no sums then; else null.
@@ -170,7 +171,7 @@ bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& l
                  const SumPointers<A>& sums, cudaError_t* status) {
   using G = GeometryOf<Op::kSlots, kLay>;
   if (!layouts.template Fit<G>() || !RunsOn<P>(CompiledCapability())) return false;
-  constexpr int kMultiple = P::kAcross ? kPartColumns : kPartColumnsAlong;
+  constexpr int kMultiple = !P::kAcross ? kPartColumnsAlong : kV == 1 ? kPartColumnsSingles : kPartColumns;
   const int64_t count = workspace.dimensions()[0];
   const int64_t each = (layouts.columns.total + count - 1) / count;
   const RowParts<A> parts = {static_cast<int>(count), static_cast<A*>(workspace.untyped_data()),
@@ -187,24 +188,29 @@ bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& l
 }
 
 // Runs op, or single (see LaunchRows), in two halves, op.Begin and op.End, over rows that are split into the parts of
-// a workspace (CheckParts); false where LaunchRows should. kAcross: rows across, too. sums: see
-// RowParts.
-template <class T, class U, bool kAcross, class Op, class SingleOp, int kMore>
+// a workspace (CheckParts); false where LaunchRows should. sums: see RowParts.
+template <class T, class U, class Op, class SingleOp, int kMore>
 bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape,
                      const AnyBuffer& workspace, const SumPointers<Accumulator<T>>& sums, cudaError_t* status) {
   using A = Accumulator<T>;
   if (shape.size() == 0) return false;
-  if (shape.across) {
-    if constexpr (kPacksAcross<T, U> && kAcross) {
-      using P = SplitAcross<16, 16, 8, 4>;
-      using F = SplitAcross<16, 16, 8, 4, /*kBackwards=*/true>;
-      constexpr int kV = kPackAcross<T>;
-      const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
-      return layouts.plain && LaunchParts<P, F, kV, Lay::kPlain, A>(stream, op, layouts, workspace, sums, status);
-    }
-    return false;
-  }
   if constexpr (std::is_same_v<A, float>) {
+    const Layouts<SingleOp::kSlots> elements(shape, 1, SingleOp::kBroadcasts);
+    if (shape.across) {
+      if constexpr (kPacksAcross<T, U>) {
+        using P = SplitAcross<16, 16, 8, 4>;
+        using F = SplitAcross<16, 16, 8, 4, /*kBackwards=*/true>;
+        constexpr int kV = kPackAcross<T>;
+        const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
+        if (layouts.plain && LaunchParts<P, F, kV, Lay::kPlain, A>(stream, op, layouts, workspace, sums, status)) {
+          return true;
+        }
+      }
+      // Few threads for adjacent elements, of which there may be few.
+      using P = SplitAcross<4, 128, 8>;
+      using F = SplitAcross<4, 128, 8, 1, /*kBackwards=*/true>;
+      return elements.plain && LaunchParts<P, F, 1, Lay::kPlain, A>(stream, single, elements, workspace, sums, status);
+    }
     if constexpr (kTuned<T, U>) {
       using P = SplitAlong<512, 4, 2>;
       using F = SplitAlong<512, 4, 2, /*kBackwards=*/true>;
@@ -219,7 +225,6 @@ bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, 
       if (done) return true;
     }
     using P = SplitAlong<512, 4>;
-    const Layouts<SingleOp::kSlots> elements(shape, 1, SingleOp::kBroadcasts);
     return LaunchParts<P, P, 1, Lay::kGeneral, A>(stream, single, elements, workspace, sums, status);
   }
   return false;

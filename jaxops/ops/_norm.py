@@ -72,7 +72,6 @@ class _Kernels:
             functools.partial(_plain_forward, centred),
             jvp=self._jvp,
             joined=3 if centred else 1,
-            split_across=False,
             unsplit=("where",),
         )
         self.backward = RowKernel(
@@ -83,7 +82,6 @@ class _Kernels:
             linear=("dy", "dsum"),
             transpose=self._transpose_backward,
             joined=2,
-            split_across=False,
             unsplit=("where",),
         )
         self.tangent = RowKernel(

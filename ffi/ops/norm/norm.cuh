@@ -327,10 +327,10 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
     const auto single = make.template operator()<kWhere, S, S>();
     if constexpr (!kWhere) {
       cudaError_t status = cudaSuccess;
-      const bool done = (call.parts && rows::LaunchSplitRows<T, U, /*kAcross=*/false>(stream, op, single, call.shape,
-                                                                                      *call.parts, {}, &status)) ||
-                        ((call.scale || call.bias) && !call.residual &&
-                         rows::LaunchRowStream<NormStreams<kCentred, T>, T, U>(stream, op, call.shape, &status));
+      const bool done =
+          (call.parts && rows::LaunchSplitRows<T, U>(stream, op, single, call.shape, *call.parts, {}, &status)) ||
+          ((call.scale || call.bias) && !call.residual &&
+           rows::LaunchRowStream<NormStreams<kCentred, T>, T, U>(stream, op, call.shape, &status));
       if (done) return FromCuda(handler, status);
     }
     return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, single, call.shape));
@@ -383,11 +383,11 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
     bool done = false;
     [[maybe_unused]] const bool few = rows::kTuned<T, U> && rows::HasFewRows(call.shape, Slot::kSum, sums.chunks);
     if constexpr (!kWhere) {
-      const bool alone = call.shape.rows.total == 1;  // each row in its group
+      const bool alone = call.shape.rows.total == 1 && !call.shape.across;  // each row in its group
       rows::SumPointers<A> direct = {};
       if (alone) direct = {sums.results[0], sums.results[1]};
-      done = call.parts && rows::LaunchSplitRows<T, U, /*kAcross=*/false>(stream, op, single, call.ungrouped,
-                                                                          *call.parts, direct, &status);
+      done =
+          call.parts && rows::LaunchSplitRows<T, U>(stream, op, single, call.ungrouped, *call.parts, direct, &status);
       if (done && alone) return FromCuda(handler, status);
       const bool looped = !done && !few && call.sums.count && !call.shape.across &&
                           rows::LaunchRowSums<T, U>(stream, op, single, call.shape, sums, &status);
