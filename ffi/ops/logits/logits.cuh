@@ -381,8 +381,8 @@ cudaError_t LaunchLogits(cudaStream_t stream, const LogitsCall& call) {
   if constexpr (kGiven == Given::kNone) {
     using Streams = LogitsStreams<Op<kGiven, T, U>::kInputs, sizeof(T)>;
     cudaError_t status = cudaSuccess;
-    const bool done = (call.parts && rows::LaunchSplitRows<T, U>(
-                                         stream, op, Op<kGiven, S, S>(call), call.shape, *call.parts, {}, &status)) ||
+    const bool done = (call.parts && rows::LaunchSplitRows<T, U>(stream, op, Op<kGiven, S, S>(call), call.shape,
+                                                                 *call.parts, {}, &status)) ||
                       rows::LaunchRowStream<Streams, T, U>(stream, op, call.shape, &status);
     if (done) return status;
   }
