@@ -329,8 +329,9 @@ template <class Placements, int kV, Lay kLay, class A, class Op>
 bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts,
                         const SumResults<A>& results, cudaError_t* status) {
   // Parameters are read once for all of a team's rows, which are of one group.
-  const bool alike = layouts.GroupedRowsAlike(Op::kBroadcasts);
-  if (layouts.groups.count > GroupsOf<Op::kSlots, kLay>::kMost || (Op::kParameters > 0 && !alike)) return false;
+  if (layouts.groups.count > GroupsOf<Op::kSlots, kLay>::kMost || !layouts.GroupedRowsAlike(Op::kBroadcasts)) {
+    return false;
+  }
   const int capability = CompiledCapability();
   const int64_t groups = layouts.groups.total, rows = layouts.rows.total;
   // Whether the shift is the same in all rows of a thread.
@@ -350,7 +351,7 @@ bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSl
       Placements{}, false,
       [&]<class P> {
         // However few the rows are: groups and chunks make the blocks.
-        return constant.template operator()<P>(chunks_of.template operator()<P>()) && (P::kRows == 1 || alike) &&
+        return constant.template operator()<P>(chunks_of.template operator()<P>()) &&
                LoopFits<P, kV, kLay, A>(op, layouts, capability);
       },
       [&]<class P> {

@@ -133,7 +133,7 @@ class SplitRow : public Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>> {
 
 // Whether an op's first half adds to sums over rows.
 template <class Op>
-concept SumsColumns = Op::kParameters > 0 && requires { Op::kSums; };
+concept SumsColumns = requires { Op::kSums; };
 
 template <class P, int kV, Lay kLay, class A, class Op>
 __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
