@@ -160,6 +160,9 @@ class Kernel:
     def member(self) -> str:
         return self.placement or ", ".join(self.arguments) or "itself"
 
+    def __str__(self):
+        return f"{self.family}: {self.member}"
+
 
 def grouped(mangled: Iterable[str]) -> dict[str, list[str]]:
     """The kernels of each family."""
@@ -442,12 +445,27 @@ def part_of(chosen: Sequence[Sequence[Surveyed]], part: int, parts: int) -> list
     return mine
 
 
-def load(path: str, no_matmul: bool = False) -> tuple[dict, tuple[list[Surveyed], list[Surveyed]]]:
-    """What `survey` wrote, and the choice among the calls, or among those that are not matmul's."""
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Kernels in whose name an expression is found, and whether those of matmul are among them."""
+
+    pattern: str = ""
+    matmul: bool = True
+
+    def kernel(self, mangled: str) -> bool:
+        return not self.pattern or re.search(self.pattern, str(Kernel.of(mangled.split()[0]))) is not None
+
+    def handler(self, name: str) -> bool:
+        return self.matmul or name != "matmul"
+
+
+def load(path: str, of: Wanted = Wanted()) -> tuple[dict, tuple[list[Surveyed], list[Surveyed]]]:
+    """What `survey` wrote, of the kernels that are wanted, and the choice among the calls that launch them."""
     with open(path) as file:
         found = json.load(file)
-    calls = [Surveyed.from_json(saved) for saved in found["calls"]]
-    return found, choose([entry for entry in calls if entry.call.handler != "matmul" or not no_matmul])
+    found["kernels"] = [name for name in found["kernels"] if of.kernel(name)]
+    calls = [Surveyed.from_json(saved) for saved in found["calls"] if of.handler(saved["call"][0])]
+    return found, choose([dataclasses.replace(c, kernels=frozenset(filter(of.kernel, c.kernels))) for c in calls])
 
 
 def coverage(kernels: Iterable[str], ran: Iterable[Surveyed]) -> str:
@@ -465,9 +483,9 @@ def coverage(kernels: Iterable[str], ran: Iterable[Surveyed]) -> str:
     return "\n".join(lines + [f"{foreign} launched ones are not the module's."] * (foreign > 0))
 
 
-def run(path: str, part: int, parts: int, seconds: float, no_matmul: bool) -> None:
+def run(path: str, part: int, parts: int, seconds: float, of: Wanted) -> None:
     """Runs a part of the choice, until the time is up; prints how many calls ran, and the slowest."""
-    mine = part_of(load(path, no_matmul)[1], part, parts)
+    mine = part_of(load(path, of)[1], part, parts)
     device, rng, begin, took = frames.Device(), np.random.default_rng(0), time.monotonic(), []
     for entry in mine:
         start = time.monotonic()
@@ -490,9 +508,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--ran", type=int, nargs="*", help="how many calls of each part ran; without: all")
     parser.add_argument("--no-matmul", action="store_true", help="leave out its calls")
+    parser.add_argument("--kernels", default="", metavar="PATTERN", help="those in whose name it is found")
     options = parser.parse_args(arguments)
+    wanted = Wanted(options.kernels, not options.no_matmul)
     if options.command == "run":
-        run(options.path, options.part, options.parts, options.seconds, options.no_matmul)
+        run(options.path, options.part, options.parts, options.seconds, wanted)
         return
     if options.command == "survey":
         from jaxops import _cuda
@@ -500,7 +520,7 @@ def main(arguments: Sequence[str]) -> None:
         before = known(options.path, _cuda.__file__)
         if not before or before["cases"] < before["all_cases"]:
             survey(options.path, _cuda.__file__, options.seconds)
-    found, chosen = load(options.path, options.no_matmul)
+    found, chosen = load(options.path, wanted)
     counts = options.ran or [sum(map(len, chosen))]
     ran = [entry for i, count in enumerate(counts) for entry in part_of(chosen, i, len(counts))[:count]]
     if options.command == "report":

@@ -277,6 +277,8 @@ def test_kernels_once_under_a_tool(sanitize_gpu, tmp_path, monkeypatch, capfd):
     assert "ok     racecheck kernels 0" in out and "ran 1 of 1 calls" in out
     assert "1 of the module's 3 kernels were launched, and one or more of 1 of the 3 placements" in out
     assert "2 of 2 runs are clean." in out
+    sanitize_gpu.main(["--only", "racecheck", "--kernels", "Norm.*Staged", "--jobs", "2", "--survey", str(path)])
+    assert "1 of the module's 1 kernels were launched" in capfd.readouterr().out
 
 
 def test_gpus_of_workers(tmp_path, monkeypatch):

@@ -12,8 +12,9 @@ tools watch the memory themselves.
 Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
 those that fail, and a summary; exits non-zero if one fails.
 `--only "memcheck (softmax|layer_norm) float32"` runs those in whose name the expression is found, `--only racecheck` a
-tool alone. `--survey-seconds` and `--run-seconds` stop early: another survey goes on from there, and what did not run
-is among what was never launched.
+tool alone; of the kernels that run once, `--kernels "Softmax.*Across"` those in whose name it is found.
+`--survey-seconds` and `--run-seconds` stop early: another survey goes on from there, and what did not run is among what
+was never launched.
 synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
 of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two (TUNING.md).
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
@@ -75,10 +76,15 @@ def test_runs(tool: str, ids: list[str]) -> list[Run]:
     return [Run(tool, part, (*PYTEST, *of_part), len(of_part)) for part, of_part in parts.items()]
 
 
-def kernel_runs(tool: str, parts: int, survey: pathlib.Path, seconds: float) -> list[Run]:
+def wanted(tool: str, kernels: str) -> tuple[str, ...]:
+    """The options that say which kernels run once under a tool: those in whose name the expression is found."""
+    return ("--kernels", kernels, *(("--no-matmul",) if tool == "initcheck" else ()))
+
+
+def kernel_runs(tool: str, parts: int, options: argparse.Namespace) -> list[Run]:
     """The calls that launch each kernel, under a tool; they stop when the seconds are over."""
-    command = (*SURVEY, "run", str(survey), "--parts", str(parts), "--seconds", str(seconds))
-    command += ("--no-matmul",) if tool == "initcheck" else ()
+    command = (*SURVEY, "run", str(options.survey), "--parts", str(parts), "--seconds", str(options.run_seconds))
+    command += wanted(tool, options.kernels)
     return [Run(tool, f"kernels {i}", (*command, "--part", str(i))) for i in range(parts)]
 
 
@@ -117,14 +123,14 @@ def surveyed(path: pathlib.Path, gpu: str, seconds: float) -> None:
         sys.exit("the survey of kernels failed")
 
 
-def report(path: pathlib.Path, tool: str, outputs: dict[str, str], parts: int) -> None:
+def report(options: argparse.Namespace, tool: str, outputs: dict[str, str], parts: int) -> None:
     """Prints which kernels the runs of a tool launched, by how many of their calls they say that they ran."""
     ran = ["0"] * parts
     for name, output in outputs.items():
         count = re.search(r"^ran (\d+) of", output, re.MULTILINE)
         ran[int(name.split()[-1])] = count[1] if count else "0"
     print(f"\n{tool}, each kernel:", flush=True)
-    command = [*SURVEY, "report", str(path), "--ran", *ran, *(["--no-matmul"] if tool == "initcheck" else [])]
+    command = [*SURVEY, "report", str(options.survey), "--ran", *ran, *wanted(tool, options.kernels)]
     subprocess.run(command, cwd=ROOT, env=environment(""), check=True)
 
 
@@ -136,6 +142,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--jobs", type=int, help="processes at a time (default: 12 a GPU, at most one a processor)")
     parser.add_argument("--once", default="racecheck", metavar="TOOLS", help="those under which each kernel runs once")
+    parser.add_argument("--kernels", default="", metavar="PATTERN", help="of these, those in whose name it is found")
     parser.add_argument("--survey", type=pathlib.Path, default=ROOT / "build/kernels.json", help="where it stands")
     parser.add_argument("--survey-seconds", type=float, default=400, help="survey no more when they are over")
     parser.add_argument("--run-seconds", type=float, default=1e6, help="begin no more calls when they are over")
@@ -151,7 +158,7 @@ def main(arguments: list[str]) -> int:
     named = [tool for tool in TOOLS if tool in options.only]
     for tool in named or TOOLS:
         if tool in once:
-            every += kernel_runs(tool, jobs, options.survey, options.run_seconds)
+            every += kernel_runs(tool, jobs, options)
         else:
             every += test_runs(tool, ids := ids or tests())
     chosen = [run for run in every if re.search(options.only, run.name)]
@@ -175,7 +182,7 @@ def main(arguments: list[str]) -> int:
                 print(output[-4000:], flush=True)
     for tool, of_tool in outputs.items():
         if of_tool:
-            report(options.survey, tool, of_tool, jobs)
+            report(options, tool, of_tool, jobs)
     print(f"\n{len(chosen) - failed} of {len(chosen)} runs are clean.")
     return failed
 

@@ -410,8 +410,8 @@ __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
 }
 
 // kManyBlocks: of rows of which each thread works on several, so that few would leave most multiprocessors without
-// work. kFewThreads: of few rows at most, half of what an H200 runs at once. Emulated: for tests to reach every
-// placement.
+// work. kFewThreads: of few rows at most, half of what an H200 runs at once; in clusters eight times as many, as theirs
+// have little to do each. Emulated: for tests to reach every placement.
 #ifdef JAXOPS_EMULATED
 inline constexpr int64_t kManyBlocks = 1, kFewThreads = 3 * 1024;
 #else
@@ -421,7 +421,7 @@ inline constexpr int64_t kManyBlocks = 132, kFewThreads = 132 * 1024;
 // Whether the rows are enough, and alike, where a thread takes several, or few enough for their placements.
 template <class P>
 bool SuitsRows(int64_t rows, bool rows_alike) {
-  if (kForFewRows<P>) return rows * P::kLanes <= kFewThreads;
+  if (kForFewRows<P>) return rows * P::kLanes * P::kCluster <= (P::kCluster > 1 ? 8 : 1) * kFewThreads;
   return P::kRows == 1 || (rows_alike && rows >= kManyBlocks * P::kTeams * P::kRows);
 }
 
