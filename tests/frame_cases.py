@@ -256,6 +256,8 @@ def _wrong_values(name: str, value, rank: int) -> list:
         "shared": int32(-1, 3, 2**31 - 1),
         "splits": int32(0, -1, -(2**31)),
         "promote": int32(-1, -(2**31)),
+        "tile_rows": int32(-1, -(2**31), *([0] if value else [])),
+        "tile_columns": int32(-1, -(2**31), *([0] if value else [])),
         "lhs_copy": int32(-1, 3, 2**31 - 1),
         "rhs_copy": int32(-1, 3, 2**31 - 1),
     }.get(name, [])
@@ -293,6 +295,9 @@ def malformed(call: frames.Call) -> Iterator[tuple[str, frames.Call]]:
             yield f"{name} is {wrong!r}", call.replace(attributes=attributes | {name: wrong})
         if name.startswith("has_") and (call.handler, name) != ("matmul", "has_scale"):  # a bias could be a scale
             yield f"{name} is {not value}", call.replace(attributes=attributes | {name: np.bool_(not value)})
+    if attributes.get("in_parts"):
+        for name in ("lhs_copy", "rhs_copy"):
+            yield f"{name} lies the other way", call.replace(attributes=attributes | {name: 3 - attributes[name]})
     yield "an attribute too many", call.replace(attributes=attributes | {"more": np.int32(0)})
     if call.attributes.get("query_axis", -1) >= 0:
         query = call.attributes["query_axis"]

@@ -114,3 +114,12 @@ def test_calls_beyond_the_limits_run_on_xla():
     for rank, wanted in ((14, "XLA"), (13, "jaxops")):
         (call,) = jaxops.explain(jaxops.softmax, jax.ShapeDtypeStruct((2,) * rank, jnp.float32), platform="cpu").calls
         assert call.runs_on == wanted
+
+
+def test_empty_products_run_on_xla():
+    for shape in ((0, 512, 512), (512, 512, 0), (512, 0, 512)):
+        m, k, n = shape
+        x, w = (jax.ShapeDtypeStruct(size, jnp.float32) for size in ((m, k), (k, n)))
+        found = jaxops.explain(lambda a, b: jaxops.matmul(a, b, precision="highest"), x, w, platform="cuda")
+        assert [call.runs_on for call in found.calls] == ["XLA"]
+        assert "nothing to multiply" in found.calls[0].detail

@@ -618,6 +618,8 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
     """The kernel for a product on a device; activation, bias: what is to be done with the sums (bias: or a scale)."""
     if not all(isinstance(size, int | np.integer) for size in (product.m, product.n, product.k, product.batches)):
         return Choice("xla", "the shape is symbolic")
+    if 0 in (product.m, product.n, product.k, product.batches):
+        return Choice("xla", "there is nothing to multiply")
     if device.capability != "9.0":
         if product.arithmetic == "16bit" and any(_copies(product)):
             return Choice("general", "rows that are not aligned to 16 bytes")

@@ -93,11 +93,13 @@ MatrixStack AsTheyLie(const AnyBuffer& source, bool transposed, int64_t rows, in
 // Whether the workspaces have the shapes and dtypes that the choice implies.
 Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem& p, const Choice& choice,
                       const MoreResults& results) {
-  const auto check_copy = [&](const char* name, const AnyBuffer& source, const MatrixStack& from, OperandCopy how,
-                              const std::optional<AnyBuffer>& copy, const std::optional<AnyBuffer>& scales) {
-    if (how == OperandCopy::kNone)
-      return choice.in_parts ? Invalid(kHandler, "products in parts need copies") : Error::Success();
+  const auto check_copy = [&](const char* name, const AnyBuffer& source, const MatrixStack& from, bool along_k,
+                              OperandCopy how, const std::optional<AnyBuffer>& copy,
+                              const std::optional<AnyBuffer>& scales) {
     const bool turned = how == OperandCopy::kTransposed;
+    if (choice.in_parts && (how == OperandCopy::kNone || turned == along_k))
+      return Invalid(kHandler, "products in parts need copies along k");
+    if (how == OperandCopy::kNone) return Error::Success();
     const int64_t rows = turned ? from.columns : from.rows, columns = turned ? from.rows : from.columns;
     const auto shape = copy->dimensions();
     const bool fits = copy->element_type() == source.element_type() && shape.size() == 3 && shape[1] == rows;
@@ -118,10 +120,10 @@ Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem&
     }
     return Invalid(kHandler, std::string("the copy of ") + name + " has another shape or dtype than its place");
   };
-  JAXOPS_RETURN_IF_ERROR(check_copy("lhs", lhs, AsTheyLie(lhs, p.lhs_transposed, p.m, p.k), choice.lhs_copy,
-                                    results.lhs_copy, results.lhs_scales));
-  JAXOPS_RETURN_IF_ERROR(check_copy("rhs", rhs, AsTheyLie(rhs, p.rhs_transposed, p.k, p.n), choice.rhs_copy,
-                                    results.rhs_copy, results.rhs_scales));
+  JAXOPS_RETURN_IF_ERROR(check_copy("lhs", lhs, AsTheyLie(lhs, p.lhs_transposed, p.m, p.k), !p.lhs_transposed,
+                                    choice.lhs_copy, results.lhs_copy, results.lhs_scales));
+  JAXOPS_RETURN_IF_ERROR(check_copy("rhs", rhs, AsTheyLie(rhs, p.rhs_transposed, p.k, p.n), p.rhs_transposed,
+                                    choice.rhs_copy, results.rhs_copy, results.rhs_scales));
   if (results.partials) {
     const auto shape = results.partials->dimensions();
     if (results.partials->element_type() != DataType::F32 || shape.size() != 4 || shape[0] != choice.splits ||
@@ -229,7 +231,8 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
   constexpr int32_t kCopies = static_cast<int32_t>(OperandCopy::kCount);
   if (lhs_copy < 0 || lhs_copy >= kCopies || rhs_copy < 0 || rhs_copy >= kCopies || band < 1 || splits < 1 ||
       promote < 0 || shared < 0 || shared >= static_cast<int32_t>(matmul::SharedOperand::kCount) ||
-      (splits > 8 && !has_partials) || band > 64) {
+      (splits > 8 && !has_partials) || band > 64 || tile_rows < 0 || tile_columns < 0 ||
+      (tile_rows == 0) != (tile_columns == 0)) {
     return Invalid(kHandler, "attributes out of range");  // 64 bands of tile columns are counted in 32 bits
   }
   const Choice choice = {tile_rows,
@@ -287,7 +290,7 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
   };
   if (tile_rows == 0 || problem.k == 0 || !fits(lhs, lhs_copy) || !fits(rhs, rhs_copy) ||
       CompiledCapability() != kHopper)
-    return General(stream, problem, lhs_type, result);
+    return General(stream, problem, problem.k == 0 ? result : lhs_type, result);  // of k = 0 nothing is read
   if (tile_rows == matmul::kFewRows) return FewRows(stream, problem, lhs_type, result, tile_columns);
   return First(
       WgmmaOperands{}, Invalid(kHandler, "no tensor core kernel for these element types"),

@@ -162,7 +162,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   if (!rhs_shared) describe_edge(plan.rhs, P::kRhs, p.n, Tile::kColumns, &arguments.rhs_edge, &arguments.rhs_at_edge);
   const int out_bytes = wide ? 4 : 2;
   arguments.boxes_out = p.n * out_bytes % 16 == 0 && IsAligned(q.out) && IsAligned(q.preactivation);
-  if (!arguments.boxes_out && !Tile::kStoresAnyRows) return cudaErrorNotSupported;
+  if (!arguments.boxes_out && (P::kTurned || !Tile::kStoresAnyRows)) return cudaErrorNotSupported;
   if (arguments.boxes_out && status == cudaSuccess) {
     hopper::TensorView view = {q.out,     wide ? kCopyType<float> : kCopyType<typename P::Result>,
                                out_bytes, p.n,
