@@ -22,10 +22,13 @@ def array(op: str, name: str, value: Any) -> jax.Array:
     if not isinstance(value, arrays) and not hasattr(value, "__jax_array__"):
         raise TypeError(f"{op}: {name} must be an array or a scalar, got {type(value).__name__}")
     try:
-        return jnp.asarray(value)
+        x = jnp.asarray(value)
     except (TypeError, OverflowError) as error:
         what = f"dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else repr(value)
         raise type(error)(f"{op}: {name} must be an array or a scalar of numbers, got {what}") from error
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # keys of jax.random
+        raise TypeError(f"{op}: {name} must be an array or a scalar of numbers, got dtype {x.dtype}")
+    return x
 
 
 @functools.lru_cache(maxsize=256)
@@ -34,35 +37,36 @@ def _inexact(dtype: np.dtype, x64: bool) -> np.dtype:
     return np.dtype(jax.eval_shape(jnp.exp, jax.ShapeDtypeStruct((), dtype)).dtype)
 
 
-def float_array(op: str, name: str, value: Any) -> jax.Array:
-    """The argument as an array of a floating dtype; integers promote as in jax.numpy. Complex arrays pass too."""
+def float_array(op: str, name: str, value: Any, *, real: bool = False) -> jax.Array:
+    """The argument as an array of a floating dtype; integers promote as in jax.numpy. Unless real, complex too."""
     x = array(op, name, value)
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(_inexact(np.dtype(x.dtype), jax.config.jax_enable_x64))
-    if x.dtype.name not in FLOATS and not jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; accepted are {', '.join(FLOATS)}, integers and complex")
+    if x.dtype.name not in FLOATS and (real or not jnp.issubdtype(x.dtype, jnp.complexfloating)):
+        others = " and integers" if real else ", integers and complex"
+        raise TypeError(f"{op}: {name} has dtype {x.dtype}; accepted are {', '.join(FLOATS)}{others}")
     return x
 
 
 def real_array(op: str, name: str, value: Any) -> jax.Array:
     """The argument as an array of one of the floating dtypes that have kernels."""
-    x = float_array(op, name, value)
-    if x.dtype.name not in FLOATS:
-        raise TypeError(f"{op}: {name} has dtype {x.dtype}; accepted are {', '.join(FLOATS)} and integers")
-    return x
+    return float_array(op, name, value, real=True)
 
 
-def result_dtype(op: str, dtype: Any, default: Any, name: str = "dtype") -> np.dtype:
-    """The result's dtype: `default` if None was given."""
+def result_dtype(
+    op: str, dtype: Any, default: Any, name: str = "dtype", accepted: Sequence[str] | None = FLOATS
+) -> np.dtype:
+    """The result's dtype: `default` if None was given. accepted: the names of those that are; None: any dtype is."""
     if dtype is None:
         return np.dtype(default)
+    listed = "a dtype or None" if accepted is None else f"one of {', '.join(accepted)}"
     try:
         found = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    except TypeError as error:
-        raise TypeError(f"{op}: {name} must be one of {', '.join(FLOATS)}, got {dtype!r}") from error
-    if found.name not in FLOATS:
-        raise TypeError(f"{op}: {name} must be one of {', '.join(FLOATS)}, got {found}")
-    if dtype is not float and found != np.dtype(dtype):
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{op}: {name} must be {listed}, got {dtype!r}") from error
+    if accepted is not None and found.name not in accepted:
+        raise TypeError(f"{op}: {name} must be {listed}, got {found}")
+    if not any(dtype is scalar for scalar in (int, float, complex)) and found != np.dtype(dtype):
         warnings.warn(f"{op}: {name} {np.dtype(dtype)} is {found} unless jax_enable_x64 is set", stacklevel=4)
     return found
 

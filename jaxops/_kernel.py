@@ -16,7 +16,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxops._sharding import Layout, Shards, partitioned, requires_devices, reshard_like, typed_results, vary_alike
+from jaxops._sharding import (
+    Layout,
+    Shards,
+    gather,
+    on_auto_axes,
+    partitioned,
+    requires_devices,
+    reshard_like,
+    typed_results,
+    vary_alike,
+)
 from jaxops._version import __version__
 
 # The version of the handlers' calling convention; part of every target's name, so that an exported program which
@@ -109,11 +119,11 @@ class Kernel:
         primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
         primitive.def_abstract_eval(self.typed)
         batching.primitive_batchers[primitive] = self.batch
-        ad.primitive_jvps[primitive] = self.jvp
+        ad.primitive_jvps[primitive] = self._jvp
         ad.primitive_transposes[primitive] = self._transpose
         requires_devices(primitive)
         if not target:
-            mlir.register_lowering(primitive, mlir.lower_fun(self.plain, multiple_results=True))
+            mlir.register_lowering(primitive, mlir.lower_fun(self.composed, multiple_results=True))
             return
         for platform in ("cpu", "cuda"):
             lowering = mlir.lower_fun(functools.partial(self._lower, platform), multiple_results=True)
@@ -124,7 +134,7 @@ class Kernel:
 
     def _lower(self, platform: str, *operands, **params):
         if any(operand.size == 0 for operand in operands):
-            return self.plain(*operands, **params)
+            return self.composed(*operands, **params)
         here = self.name in HANDLERS.get(platform, ())
         if not here and platform not in self.plain_on:
             warn_fallback(f"{self.name} on {platform}", "jaxops was built without kernels for it")
@@ -135,6 +145,11 @@ class Kernel:
         name = f"jaxops_{self.name}_{digest}"
         types = self.typed(*map(jax.typeof, operands), **params)
         return partitioned(name, self.layout(*operands, **params), local, operands, types)
+
+    def composed(self, *operands, **params) -> list[jax.Array]:
+        """`plain` outside `partitioned`; on an Explicit mesh the compiler splits it."""
+        types = self.typed(*map(jax.typeof, operands), **params)
+        return on_auto_axes(functools.partial(self.plain, **params), types)(*operands)
 
     def local(self, run: Callable, shards: Shards, scatter: Shards, *operands, **params) -> list[jax.Array]:
         """The kernel on one device's part of the operands; run: `call_target` or `plain`. See `partitioned`."""
@@ -151,11 +166,21 @@ class Kernel:
         return jax.ffi.ffi_call(target_name(self.name), results)(*operands, **attributes)
 
     def bind(self, *operands, **params) -> list[jax.Array]:
-        return self.primitive.bind(*vary_alike(operands), **params)
+        operands = vary_alike(operands)
+        if any(jax.typeof(x).sharding.mesh.explicit_axes for x in operands):
+            operands = gather(self.layout(*operands, **params), operands)
+        return self.primitive.bind(*operands, **params)
 
     def typed(self, *avals, **params) -> list[ShapedArray]:
         results = self.abstract(*avals, **params)
         return typed_results(self.name, self.layout(*avals, **params), avals, results)
+
+    def _jvp(self, primals, tangents, **params):
+        """`jvp`, with tangents of the results' types."""
+        out, moved = self.jvp(primals, tangents, **params)
+        return out, [
+            t if isinstance(t, ad.Zero) else reshard_like(t, jax.typeof(x)) for x, t in zip(out, moved, strict=True)
+        ]
 
     def _transpose(self, cotangents, *operands, **params):
         """`transpose`, which gives the cotangents of the operands that are undefined, None for zero."""
@@ -215,5 +240,6 @@ def jvp_of_linear(kernel: Kernel, linear: Sequence[bool], primals, tangents, **p
             return kernel.plain(*(given.get(i, x) for i, x in enumerate(primals)), **params)
 
         _, more = jax.jvp(function, [primals[i] for i in others], [tangents[i] for i in others])
+        more = [reshard_like(t, jax.typeof(x)) for t, x in zip(more, out, strict=True)]
         total = [ad.add_tangents(a, b) for a, b in zip(total, more, strict=True)]
     return out, total

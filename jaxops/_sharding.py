@@ -101,6 +101,40 @@ def reshard_like(x: jax.Array, aval: ShapedArray) -> jax.Array:
     return x if wanted.mesh.empty or jax.typeof(x).sharding.spec == wanted.spec else jax.reshard(x, wanted)
 
 
+def gather(layout: Layout, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """The operands, over an Explicit mesh not sharded along axes that clash with others and that no result has.
+
+    So [8@x, 16] @ [16@x, 8] is [8@x, 8], whose types are jax.numpy's: the second operand is gathered.
+    """
+    shardings = [jax.typeof(x).sharding for x in operands]
+    entries = [
+        list(zip(names, map(_mesh_axes, sharding.spec), strict=True))
+        for names, sharding in zip(layout.operands, shardings, strict=True)
+    ]
+    kept = {name for names in layout.results for name in names}
+    split: dict[str, str] = {}  # the named axis that each mesh axis splits: the results' come first
+    for name, axes in sorted(itertools.chain(*entries), key=lambda entry: entry[0] not in kept):
+        for axis in axes:
+            split.setdefault(axis, name)
+
+    def fits(name, axes):
+        return name in kept or all(split[axis] == name for axis in axes)
+
+    return [
+        x
+        if all(itertools.starmap(fits, named))
+        else jax.reshard(x, s.update(spec=PartitionSpec(*(axes if fits(name, axes) else None for name, axes in named))))
+        for x, s, named in zip(operands, shardings, entries, strict=True)
+    ]
+
+
+def on_auto_axes(function: Callable[..., list[jax.Array]], results: Sequence[ShapedArray]):
+    """function, inside which the Explicit axes of a mesh are Auto ones; its results are sharded as the given types."""
+    axes = results[0].sharding.mesh.explicit_axes
+    wanted = [x.sharding for x in results]
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=wanted) if axes else function
+
+
 def _whole(x: jax.Array) -> jax.Array:
     """x, over an Explicit mesh not sharded."""
     sharding = jax.typeof(x).sharding

@@ -314,3 +314,45 @@ def test_an_ignored_float64_is_said():
     """Without x64 mode JAX has no float64."""
     with pytest.warns(UserWarning, match="softmax: dtype float64 is float32 unless jax_enable_x64 is set"):
         assert jaxops.softmax(X, dtype=np.float64).dtype == np.float32
+
+
+def test_an_ignored_preferred_element_type_is_said():
+    with pytest.warns(UserWarning, match="matmul: preferred_element_type float64 is float32 unless jax_enable_x64"):
+        assert jaxops.matmul(SQUARE, SQUARE, preferred_element_type=np.float64).dtype == np.float32
+
+
+# --- what is accepted ---
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda key: jaxops.matmul(key, SQUARE), "matmul: a"),
+        (lambda key: jaxops.matmul(SQUARE, SQUARE, bias=key), "matmul: bias"),
+        (lambda key: jaxops.dot_general(SQUARE, key, (((1,), (0,)), ((), ()))), "dot_general: rhs"),
+        (jaxops.softmax, "softmax: x"),
+        (lambda key: jaxops.softmax(X, where=key), "softmax: where"),
+        (jaxops.rms_norm, "rms_norm: x"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_keys_are_no_numbers(call, name):
+    match = rf"{name} must be an array or a scalar of numbers, got dtype key<fry>"
+    for run in (call, jax.jit(call)):
+        with pytest.raises(TypeError, match=match):
+            run(KEY)
+
+
+@pytest.mark.parametrize(
+    "op, argument, dtype, others",
+    [
+        ("matmul", "bias", bool, " and integers"),
+        ("matmul", "bias", complex, " and integers"),
+        ("softmax", "x", bool, ", integers and complex"),
+    ],
+)
+def test_refused_dtypes_are_not_listed(op, argument, dtype, others):
+    call = {"matmul": lambda x: jaxops.matmul(SQUARE, SQUARE, bias=x), "softmax": jaxops.softmax}[op]
+    match = rf"{op}: {argument} has dtype {dtype.__name__}\d*; accepted are float64, .*bfloat16{others}$"
+    with pytest.raises(TypeError, match=match):
+        call(jnp.ones(4, dtype))

@@ -16,7 +16,7 @@ from row_cases import assert_matches, coarsest
 
 import jaxops
 from jaxops._comparison import value_and_gradients
-from jaxops.ops import _matmul_kernel
+from jaxops.ops import _epilogue, _matmul_kernel
 
 pytestmark = pytest.mark.usefixtures("full_precision")
 
@@ -228,6 +228,28 @@ def test_weak_types_promote_as_in_the_references():
         assert jaxops.dot_general(*pair, numbers).dtype == lax.dot_general(*pair, numbers).dtype
 
 
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")
+@pytest.mark.parametrize("dtype", ["float32", "int32", "complex64"])
+def test_results_are_not_weakly_typed(dtype):
+    """On the kernels and on XLA's own dot, where jax.numpy's would be."""
+    weak = jnp.full((2, 2), np.dtype(dtype).type(1).item())
+    assert weak.dtype == dtype and jnp.matmul(weak, weak).weak_type
+    for got in (jaxops.matmul(weak, weak), jaxops.dot_general(weak, weak, (((1,), (0,)), ((), ())))):
+        assert got.dtype == dtype and not got.weak_type
+
+
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")
+@pytest.mark.parametrize("scalar", [float, int, complex])
+def test_preferred_scalar_types_are_those_of_jnp(scalar, on_gpu):
+    """Without a warning, which is an error here."""
+    if on_gpu and scalar is complex:
+        pytest.skip("XLA on a GPU has no such product")
+    a = jnp.ones((2, 2))
+    got, wanted = (f(a, a, preferred_element_type=scalar) for f in (jaxops.matmul, jnp.matmul))
+    assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(got, wanted)
+
+
 def test_fp8_without_preferred_element_type_runs_on_xla(fallback):
     a = jnp.ones((4, 8), jnp.float8_e4m3fn)
     assert jaxops.dot_general(a, a, (((1,), (1,)), ((), ()))).dtype == a.dtype
@@ -243,6 +265,36 @@ def test_gradients_of_fp8(rng):
     for got, wanted in zip(ours, reference, strict=True):
         assert got.dtype == wanted.dtype
         np.testing.assert_allclose(wide(got), wide(wanted), rtol=0.13, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:matmul on cuda:jaxops.FallbackWarning")  # where there is no GPU half
+@pytest.mark.parametrize(
+    "dtypes, preset, result",
+    [
+        (("float16", "float16"), "F16_F16_F32", "float32"),
+        (("bfloat16", "bfloat16"), "BF16_BF16_F32", "float32"),
+        (EIGHT_BITS[0], "ANY_F8_ANY_F8_F32", "float32"),
+        (EIGHT_BITS[0], "ANY_F8_ANY_F8_F32", "bfloat16"),
+        (EIGHT_BITS[1], "ANY_F8_ANY_F8_F32_FAST_ACCUM", "float32"),
+    ],
+    ids=str,
+)
+def test_gradients_under_dot_algorithms(dtypes, preset, result, rng):
+    """Of a cotangent with more bits than the algorithm's operands, which is not rounded to theirs; on a GPU too."""
+    numbers = (((1,), (0,)), ((), ()))
+    a, b = normal(rng, (6, 8), dtypes[0]), normal(rng, (8, 5), dtypes[1])
+    dy = (normal(rng, (6, 5)) * 1e-9).astype(result)  # would be 0 in 8 bits and in float16
+
+    def gradients(a, b):
+        return jax.vjp(lambda *xs: jaxops.dot_general(*xs, numbers, preset, result, lhs_scale=1e9), a, b)[1](dy)
+
+    wanted = 1e9 * wide(dy) @ wide(b).T, 1e9 * wide(a).T @ wide(dy)
+    for got, x, target in zip(gradients(a, b), (a, b), wanted, strict=True):
+        assert got.dtype == x.dtype
+        np.testing.assert_allclose(wide(got), target, rtol=float(jnp.finfo(x.dtype).eps), atol=0.05)
+    second = jax.jit(jax.grad(lambda a, b: sum(g.astype(jnp.float32).sum() for g in gradients(a, b)), (0, 1)))
+    assert all(np.isfinite(wide(x)).all() for x in second(a, b))
+    second.trace(a, b).lower(lowering_platforms=("cuda",))
 
 
 # --- scales ---
@@ -301,6 +353,46 @@ def test_scales_without_a_kernel(fallback):
     a = jnp.full((4, 8), 2, jnp.float8_e4m3fn)
     got = jaxops.matmul(a, a.T, lhs_scale=0.25)
     assert got.dtype == a.dtype and (wide(got) == 8).all()
+
+
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize(
+    "dtype, result",
+    [("float8_e4m3fn", None), ("float8_e5m2", None), ("float8_e4m3fnuz", None), ("bfloat16", "float16")],
+)
+def test_epilogues_without_a_kernel(dtype, result, promotion, rng, on_gpu):
+    """In float32 and rounded once, whatever the result's dtype and whatever promotion is allowed."""
+    if on_gpu and result == "float16":
+        pytest.skip("XLA on a GPU has no such product")
+    a, b, bias = normal(rng, (4, 8), dtype), normal(rng, (8, 5), dtype), normal(rng, (5,))
+    numbers = (((1,), (0,)), ((), ()))
+    product = jnp.matmul(a, b, preferred_element_type=result)
+    z = product.astype(jnp.float32)
+    with jax.numpy_dtype_promotion(promotion):
+        for activation, apply in _epilogue.ACTIVATIONS.items():
+            ours = functools.partial(jaxops.matmul, a, b, preferred_element_type=result, activation=activation)
+            for got, wanted in (
+                (ours(), apply(z)),
+                (ours(bias=bias), apply(z + bias)),
+                (ours(lhs_scale=0.3, rhs_scale=0.7), apply(np.float32(0.3) * np.float32(0.7) * z)),
+            ):
+                assert got.dtype == product.dtype
+                eps = float(jnp.finfo(got.dtype).eps)  # eager and fused activations may lie at two sides of a tie
+                np.testing.assert_allclose(wide(got), wide(wanted.astype(got.dtype)), rtol=eps, atol=eps / 16)
+        got = jaxops.dot_general(a, b, numbers, preferred_element_type=result, rhs_scale=0.5)
+        np.testing.assert_array_equal(wide(got), wide((z * np.float32(0.5)).astype(product.dtype)))
+        gradient = jax.grad(lambda bias: ours(bias=bias, lhs_scale=0.5).astype(jnp.float32).sum())(bias)
+        assert gradient.dtype == bias.dtype and np.isfinite(gradient).all()
+
+
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")
+def test_epilogues_without_a_kernel_in_float64(rng, x64, on_gpu):
+    a, bias = normal(rng, (4, 4)), normal(rng, (4,), "float64")
+    got = jaxops.matmul(a, a, bias=bias, lhs_scale=0.3, preferred_element_type=np.float64)
+    assert got.dtype == np.float64
+    rtol = 2e-6 if on_gpu else 1e-14  # XLA's product of float32 operands is one of float32 on a GPU
+    np.testing.assert_allclose(got, 0.3 * (wide(a) @ wide(a)) + bias, rtol=rtol)
 
 
 def test_products_without_a_kernel_take_a_bias_of_lower_rank(fallback):
@@ -670,3 +762,21 @@ def test_strict_promotion(rng):
     for x, y in zip(got, wanted, strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_allclose(wide(x), wide(y), rtol=0.02)
+
+
+def test_strict_promotion_is_asked_again():
+    """After the same call under the standard promotion; lax promotes under either, and so do we, on the kernel."""
+    a, b = jnp.ones((3, 4), jnp.bfloat16), jnp.ones((4, 5))
+    numbers = (((1,), (0,)), ((), ()))
+    assert jaxops.matmul(a, b).dtype == np.float32
+    for _ in range(2):
+        with (
+            jax.numpy_dtype_promotion("strict"),
+            pytest.raises(ValueError, match=r"matmul: a bfloat16.* b float32"),
+        ):
+            jaxops.matmul(a, b)
+    assert jaxops.matmul(a, b).dtype == np.float32
+    with jax.numpy_dtype_promotion("strict"):
+        got, wanted = jaxops.dot_general(a, b, numbers), lax.dot_general(a, b, numbers)
+    assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(got, wanted)

@@ -182,6 +182,123 @@ def test_operands_split_differently():
             jaxops.layer_norm(x, residual=residual)
 
 
+def plain_matmul(a, b, bias, activation):
+    z = jnp.matmul(a, b, precision="highest")
+    z = z if bias is None else z + bias
+    return z if activation is None else jax.nn.silu(z)
+
+
+def our_matmul(a, b, bias, activation):
+    return jaxops.matmul(a, b, precision="highest", bias=bias, activation=activation)
+
+
+def plain_layer_norm(x, scale, bias):
+    deviations = x - jnp.mean(x, -1, keepdims=True)
+    return deviations * jax.lax.rsqrt(jnp.mean(jnp.square(deviations), -1, keepdims=True) + 1e-6) * scale + bias
+
+
+def our_layer_norm(x, scale, bias):
+    return jaxops.layer_norm(x, scale, bias, epsilon=1e-6)
+
+
+def same_on_explicit_mesh(function, implementations, shapes, specs, rng):
+    """function(f, *operands) has the same types and values with either implementation as f: ours, the reference."""
+    mesh = transformations.make_mesh(AxisType.Explicit)
+    xs = [np.asarray(rng.standard_normal(shape), np.float32) for shape in shapes]
+    with jax.set_mesh(mesh):
+        xs = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(xs, specs, strict=True)]
+        got, wanted = (jax.tree.leaves(function(f, *xs)) for f in implementations)
+        for ours, reference in zip(got, wanted, strict=True):
+            assert jax.typeof(ours) == jax.typeof(reference)
+            np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-4)
+
+
+def total(g):
+    return lambda x: jnp.sum(jnp.sin(g(x)))
+
+
+DERIVATIVES = {
+    "jvp": lambda g, x: jax.jvp(g, (x,), (x,)),
+    "linearize": lambda g, x: jax.linearize(g, x)[1](x),
+    "vjp": lambda g, x: jax.vjp(g, x)[1](jnp.cos(g(x))),
+    "jacfwd": lambda g, x: jax.jacfwd(g)(x),
+    "jacrev": lambda g, x: jax.jacrev(g)(x),
+    "jvp of grad": lambda g, x: jax.jvp(jax.grad(total(g)), (x,), (x,)),
+    "grad of grad": lambda g, x: jax.grad(total(jax.grad(total(g))))(x),
+}
+
+
+@pytest.mark.parametrize("how", DERIVATIVES)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_types_of_derivatives_in_the_bias(activation, how, rng):
+    """Also where the bias alone varies, which is not split."""
+
+    def derivative(f, a, b, bias):
+        return DERIVATIVES[how](lambda bias: f(a, b, bias, activation), bias)
+
+    shapes, specs = ((8, 16), (16, 8), (8,)), (P("data", None), P(None, "model"), P())
+    same_on_explicit_mesh(derivative, (our_matmul, plain_matmul), shapes, specs, rng)
+
+
+@pytest.mark.parametrize("how", ["jvp", "vjp"])
+@pytest.mark.parametrize("argument", [0, 1, 2])
+def test_types_of_derivatives_where_a_bias_splits_the_result(argument, how, rng):
+    """The tangents are split as the result, also those that the bias has no part in."""
+
+    def derivative(f, *xs):
+        g = lambda x: f(*xs[:argument], x, *xs[argument + 1 :])  # noqa: E731
+        return DERIVATIVES[how](g, xs[argument])
+
+    specs = (P("data", None), P(), P("model"))
+    same_on_explicit_mesh(derivative, (our_layer_norm, plain_layer_norm), ((8, 16), (16,), (16,)), specs, rng)
+    dense = [lambda a, b, bias, f=f: f(a, b, bias, None) for f in (our_matmul, plain_matmul)]
+    same_on_explicit_mesh(derivative, dense, ((8, 16), (16, 8), (8,)), specs, rng)
+
+
+@pytest.mark.parametrize(
+    "shape, a_spec, b_spec",
+    [
+        ((8, 16), P("data", None), P("data", None)),
+        ((8, 16), P("data", None), P("data", "model")),
+        ((8, 16), P(None, "data"), P(None, "data")),
+        ((8, 16), P("data", "model"), P(None, "model")),
+        ((8, 4, 16), P("data"), P("data", None)),
+    ],
+    ids=str,
+)
+def test_contracted_axes_that_clash(shape, a_spec, b_spec, rng):
+    """An axis that is contracted is gathered where the result is split over its mesh axis: as jax.numpy, FSDP's."""
+
+    def results(f, a, b):
+        return f(a, b, None, None), jax.grad(lambda a, b: jnp.sum(jnp.sin(f(a, b, None, None))), (0, 1))(a, b)
+
+    same_on_explicit_mesh(results, (our_matmul, plain_matmul), (shape, (16, 8)), (a_spec, b_spec), rng)
+
+
+def test_results_that_clash():
+    mesh = transformations.make_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        a, b = (
+            jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, s)) for s in (P("data"), P(None, "data"))
+        )
+        for function in (lambda: jaxops.matmul(a, b), lambda: jaxops.rms_norm(a, b[0])):
+            with pytest.raises(TypeError, match="sharded over one mesh axis twice"):
+                function()
+
+
+@pytest.mark.parametrize(
+    "shape, spec",
+    [((0, 8, 16), P(None, "data", None)), ((8, 0, 8, 16), P("data")), ((8, 8, 0), P("data", "model", None))],
+    ids=str,
+)
+def test_types_without_elements(shape, spec, rng):
+    def results(f, a, b):
+        g = lambda a, b: f(a, b, None, None)  # noqa: E731
+        return g(a, b), jax.jit(g)(a, b), jax.grad(lambda a, b: jnp.sum(g(a, b)), (0, 1))(a, b)
+
+    same_on_explicit_mesh(results, (our_matmul, plain_matmul), (shape, (shape[-1], 4)), (spec, P()), rng)
+
+
 @pytest.mark.parametrize("axes", [("data", "model"), ("data",), ("model",)], ids=["FSDP and TP", "FSDP", "TP"])
 def test_transformer_layer(axes, rng):
     """The same loss and parameters as with plain jax.nn after a step of training, and no more communication."""

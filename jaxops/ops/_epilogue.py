@@ -13,7 +13,7 @@ from jax.interpreters import ad
 
 from jaxops._kernel import Kernel, jvp_of_linear
 from jaxops._rows import accumulator
-from jaxops._sharding import Layout
+from jaxops._sharding import Layout, reshard_like
 
 
 def _gelu(z):
@@ -36,7 +36,8 @@ def _differentiate(activation, z, dz):
     """f'(z) dz, in dz's dtype; it is its own transpose."""
     if activation is None:
         return dz
-    return jax.vjp(ACTIVATIONS[activation], z.astype(dz.dtype))[1](dz)[0]
+    y, vjp = jax.vjp(ACTIVATIONS[activation], z.astype(dz.dtype))
+    return vjp(reshard_like(dz, jax.typeof(y)))[0]
 
 
 def _map_first(operands, dims) -> list[jax.Array]:
@@ -212,7 +213,7 @@ def epilogue_jvp(activation, like, z, dz, dbias):
         z = None
         if dbias is None:
             return dz.astype(like.dtype)
-        dz = jnp.zeros(like.shape, like.dtype) if dz is None else dz
+        dz = ad.instantiate_zeros(ad.Zero(like)) if dz is None else dz
     has = tuple(name for name, x in (("dz", dz), ("dbias", dbias)) if x is not None)
     operands = [x for x in (z, dz, dbias) if x is not None]
     return _jvp.bind(*operands, activation=activation, dtype=np.dtype(like.dtype), has=has)[0]

@@ -443,6 +443,9 @@ def _product(spec, scale, like, lhs, lhs_transposed, rhs, rhs_transposed, counts
         eight_bits = [x.dtype.itemsize == 1 for x in (lhs, rhs)]
         wide = promoted(*(x.dtype for x, eight in zip((lhs, rhs), eight_bits, strict=True) if not eight))
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+        if not isinstance(spec.precision, tuple):
+            # An algorithm is of narrower dtypes, and at best rounds the cotangent to them. TF32 keeps as many bits.
+            spec = spec._replace(precision=precision_of(lax.Precision.DEFAULT))
     product = Spec(lhs_transposed, rhs_transposed, np.dtype(lhs.dtype), None, spec.precision, counts, triangle=triangle)
     batch, *_ = product.sizes(lhs, rhs)
     if like.dtype != lhs.dtype or any(a != b for a, b in zip(batch, like.shape, strict=False)):

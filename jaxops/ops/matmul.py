@@ -14,15 +14,15 @@ from jax import lax
 
 from jaxops import _arguments as arguments
 from jaxops._kernel import warn_fallback
-from jaxops._rows import accumulator, expand_rank
+from jaxops._rows import accumulator, expand_rank, promoted
 from jaxops.ops._epilogue import ACTIVATIONS
 from jaxops.ops._matmul_kernel import EIGHT_BITS, Spec, arithmetic_of, kernel, precision_of
 
 
 @functools.lru_cache(maxsize=1024)
-def _reference_shape(function, a, b, x64):
+def _reference_shape(function, a, b, x64, promotion):
     """The result's shape and dtype as the reference has it, and the reference's own errors for bad operands."""
-    del x64  # part of the cache's key: dtypes promote differently under it
+    del x64, promotion  # part of the cache's key: dtypes promote differently under them
     return jax.eval_shape(function, a, b)
 
 
@@ -43,10 +43,8 @@ class _Reference:
 
 def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
     """The reference, its result's shape and dtype, the dtypes of the kernels' operands or None, the precision."""
-    try:
-        preferred = None if preferred is None else np.dtype(preferred)
-    except TypeError as error:
-        raise TypeError(f"{op}: preferred_element_type must be a dtype or None, got {preferred!r}") from error
+    if preferred is not None:
+        preferred = arguments.result_dtype(op, preferred, None, "preferred_element_type", accepted=None)
     precision = arguments.precision(op, "precision", precision)
     if not isinstance(out_sharding, jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None):
         accepted = "a NamedSharding, a PartitionSpec or None"
@@ -56,7 +54,7 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
     promotes = dimension_numbers is None
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=promotes and x.weak_type) for x in (a, b)]
     try:
-        out = _reference_shape(reference, *avals, jax.config.jax_enable_x64)
+        out = _reference_shape(reference, *avals, jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
     except (TypeError, ValueError) as error:
         names = ("a", "b") if dimension_numbers is None else ("lhs", "rhs")
         given = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in zip(names, (a, b), strict=True))
@@ -69,7 +67,7 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
         fits = out.dtype in (np.float32, jnp.bfloat16)
     else:
         try:
-            common = np.dtype(jnp.result_type(*((a, b) if promotes else dtypes)))
+            common = promoted(*((a, b) if promotes else dtypes))
         except ValueError:  # no promotion is defined, as from 8-bit floats
             common = None
         fits = common is not None and common.name in arguments.FLOATS and out.dtype in (common, accumulator(common))
@@ -122,7 +120,7 @@ def matmul(
       rhs_scale: the same for `b`; s above is the product of both.
 
     Returns:
-      The product, of the shape that numpy gives it.
+      The product, of the shape that numpy gives it; never weakly typed.
 
     Raises:
       TypeError: an operand is a list, or the contracted axes differ.
@@ -178,17 +176,17 @@ def _joint_scale(op, lhs_scale, rhs_scale, dtype):
 
 
 def _compose_epilogue(op, product, scale, bias, activation):
-    """Scale, bias and activation around XLA's dot, for what has no kernel."""
-    out = product
+    """Scale, bias and activation around XLA's dot, for what has no kernel; as the kernels' results not weakly typed."""
+    dtype = product.dtype
     if scale is bias is activation is None:
-        return out
-    if not jnp.issubdtype(out.dtype, jnp.floating):
-        raise TypeError(f"{op}: scales, bias and activation need a result of a floating dtype, got {out.dtype}")
-    if scale is not None:
-        out = (out.astype(scale.dtype) if out.dtype.name in EIGHT_BITS else out) * scale
-    if bias is not None:
-        out = out + expand_rank(bias, out.ndim)
-    return ACTIVATIONS[activation](out).astype(product.dtype)
+        return product.astype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{op}: scales, bias and activation need a result of a floating dtype, got {dtype}")
+    wide = accumulator(dtype)
+    out = product.astype(wide)
+    out = out if scale is None else out * scale
+    out = out if bias is None else out + expand_rank(bias.astype(wide), out.ndim)
+    return ACTIVATIONS[activation](out).astype(dtype)
 
 
 def _ordered(x, batch, first, second):
