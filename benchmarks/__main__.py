@@ -13,10 +13,11 @@ import jax
 
 import jaxops
 from benchmarks import calls, harness, matmul, rows, rows_random, train
+from jaxops._comparison import ROW_OPS
 
 # By the host's clock first: the kernel clock leaves CUPTI attached, which would slow them down.
 BY_HOST = {"calls": calls.run, "train": train.run}
-OPS = (*BY_HOST, *rows.OPS, "matmul")
+OPS = (*BY_HOST, *ROW_OPS, "matmul")
 # Only where asked for by name.
 BY_NAME = {"matmul_own": matmul.run_own, "matmul_random": matmul.run_random, "rows_random": rows_random.run}
 

@@ -294,8 +294,8 @@ class Row:
         return cls(now, jaxops.__version__, jax.__version__, device_name(), **measured)
 
 
-def append(path: Path, row: Row) -> None:
-    """Appends a row to a CSV file, with the names of the columns if it is new."""
+def append(path: Path, row: Any) -> None:
+    """Appends a row, a dataclass, to a CSV file, with the names of the columns if it is new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = dataclasses.asdict(row)
     with path.open("a", newline="") as file:
@@ -303,6 +303,11 @@ def append(path: Path, row: Row) -> None:
         if not file.tell():
             writer.writeheader()
         writer.writerow({k: format(v, ".5g") if isinstance(v, float) else v for k, v in fields.items()})
+
+
+def backend() -> str:
+    """ "cpu", or "gpu" for any accelerator: the keys of the tables of shapes."""
+    return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 
 def device_name() -> str:

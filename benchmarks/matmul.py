@@ -168,15 +168,11 @@ def operand_dtype(dtype: str) -> str:
 
 def cases(dtype: str, quick: bool) -> list[Case]:
     """The products for the device at hand."""
-    device = _backend()
+    device = harness.backend()
     if dtype.startswith("float8"):
         return CASES["gpu, 8 bits"] if device == "gpu" and not quick else QUICK[device]
     found = (QUICK if quick else CASES)[device]
     return [case for case in found if dtype != "float32" or case.operations <= F32_OPERATIONS]
-
-
-def _backend():
-    return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 
 def operands(case: Case, dtype: str, rng: harness.Generator) -> tuple[jax.Array, ...]:
@@ -220,7 +216,7 @@ def _in_precision(function, precision):
 def ceiling(dtype: str, clock: harness.Clock, settings: harness.Settings) -> float:
     """XLA's best rate on a square product."""
     rates = []
-    for case in (QUICK_CEILINGS if settings.quick else CEILINGS)[_backend()]:
+    for case in (QUICK_CEILINGS if settings.quick else CEILINGS)[harness.backend()]:
         draw = harness.drawing(functools.partial(operands, case, dtype))
         product = harness.Calls(harness.compiled(functions(case, dtype)[1]), [draw(0)])
         times = harness.alternate(clock, {"xla": product}, settings.seconds, settings.rounds)
@@ -298,14 +294,14 @@ def run(clock: harness.Clock, settings: harness.Settings) -> bool:
 
 def run_random(clock: harness.Clock, settings: harness.Settings) -> bool:
     """The same for products drawn at random, forward alone."""
-    most = 4e11 if _backend() == "gpu" and not settings.quick else 1e9
+    most = 4e11 if harness.backend() == "gpu" and not settings.quick else 1e9
     products = random_cases(settings.seed, 3 if settings.quick else 64, most)
     return _measure("matmul_random", lambda _: products, {"forward"}, clock, settings)
 
 
 def run_own(clock: harness.Clock, settings: harness.Settings) -> bool:
     """The same on our own kernels, forward alone; False also where there are none."""
-    if _backend() == "cpu" or local_device().capability != H200.capability:
+    if harness.backend() == "cpu" or local_device().capability != H200.capability:
         settings.console.print("FAILED matmul_own: its kernels need a Hopper GPU", style="red")
         return False
 

@@ -20,9 +20,7 @@ import numpy as np
 
 import jaxops
 from benchmarks import harness
-from jaxops._comparison import COMPARISONS
-
-OPS = ("softmax", "log_softmax", "layer_norm", "rms_norm")
+from jaxops._comparison import COMPARISONS, ROW_OPS
 
 #: Ops whose comparison takes an axis.
 ANY_AXIS = ("softmax", "log_softmax")
@@ -75,9 +73,9 @@ FEW_ROWS = {
 class Form:
     """An op with options.
 
-    operands: from a generator and a dtype. differentiable: how many of them, from the first, have gradients. tensors:
-    what is read and written forward and backward, in sizes of the first operand; broadcast operands not counted.
-    narrow: it is for operands of 16 bits alone.
+    operands: from a generator and a dtype. differentiable: how many of them, from the first, have gradients; None: all.
+    tensors: what is read and written forward and backward, in sizes of the first operand; broadcast operands not
+    counted. narrow: it is for operands of 16 bits alone.
     """
 
     op: str
@@ -85,7 +83,7 @@ class Form:
     ours: Callable[..., Any]
     reference: Callable[..., Any]
     operands: Callable[[Any, np.dtype], tuple]
-    differentiable: int
+    differentiable: int | None
     tensors: tuple[float, float]
     narrow: bool = False
 
@@ -96,7 +94,7 @@ SCALE = 0.125
 
 
 def _shapes():
-    return ATTENTION["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    return ATTENTION[harness.backend()]
 
 
 def _scores(rng, dtype, number=0):
@@ -121,13 +119,8 @@ def _masked_by_hand(scores):
 
 
 def _rows_of_4096(op, rng, dtype):
-    size = SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"] // np.dtype(dtype).itemsize
+    size = SIZES[harness.backend()] // np.dtype(dtype).itemsize
     return COMPARISONS[op].operands(rng, (size // 4096, 4096), dtype)
-
-
-def _differentiable(op):
-    """How many operands of COMPARISONS[op] have gradients: x and the parameters."""
-    return {"layer_norm": 3, "rms_norm": 2}.get(op, 1)
 
 
 def _residual_form(op):
@@ -141,7 +134,7 @@ def _residual_form(op):
         x, *parameters = _rows_of_4096(op, rng, dtype)
         return (x, rng.standard_normal(x.shape).astype(dtype), *parameters)
 
-    return Form(op, "residual", ours, reference, operands, _differentiable(op) + 1, (4, 4))
+    return Form(op, "residual", ours, reference, operands, None, (4, 4))
 
 
 def _widening_form(op):
@@ -152,7 +145,7 @@ def _widening_form(op):
     reference = COMPARISONS[op].reference
     operands = functools.partial(_rows_of_4096, op)
     widened = lambda x, *parameters: reference(x.astype(jnp.float32), *parameters)  # noqa: E731
-    return Form(op, "to float32", ours, widened, operands, _differentiable(op), (3, 4), narrow=True)
+    return Form(op, "to float32", ours, widened, operands, None, (3, 4), narrow=True)
 
 
 def _masked_forms(number):
@@ -195,13 +188,13 @@ FORMS = (
     ),
     _residual_form("layer_norm"),
     _residual_form("rms_norm"),
-    *map(_widening_form, OPS),
+    *map(_widening_form, ROW_OPS),
 )
 
 
 def cases(op: str, dtype: str, quick: bool) -> list[Case]:
     """The shapes for the device at hand."""
-    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    backend = harness.backend()
     size = (QUICK_SIZES if quick else SIZES)[backend] // jnp.dtype(dtype).itemsize
     found = [Case((max(1, size // columns), columns)) for columns in (QUICK_COLUMNS if quick else COLUMNS[backend])]
     if quick:

@@ -13,12 +13,12 @@ import numpy as np
 
 import jaxops
 from benchmarks import harness, rows
-from jaxops._comparison import parameter_dtype
+from jaxops._comparison import ROW_OPS, parameter_dtype
 
 #: What may come with each op, at most one of them at a time; "to float32" is for operands of 16 bits.
 OPTIONS = {
     op: ("where", "bias", "causal", "to float32") if op in rows.ANY_AXIS else ("residual", "no parameters")
-    for op in rows.OPS
+    for op in ROW_OPS
 }
 
 
@@ -59,7 +59,7 @@ def random_cases(seed: int, count: int, most: float) -> list[Case]:
             axes: tuple[int, ...] = (rank - 1,)
         else:
             axes = tuple(sorted(map(int, rng.choice(rank, 1 if kind == "other" else 2, replace=False))))
-        op = str(rng.choice(rows.OPS))
+        op = str(rng.choice(ROW_OPS))
         option = str(rng.choice(["", str(rng.choice(OPTIONS[op]))]))
         if option == "causal" and kind != "last":
             continue

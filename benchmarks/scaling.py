@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import csv
 import dataclasses
 import datetime
 import statistics
@@ -113,7 +112,6 @@ def meshes():
 
 def measure(sizes: Sizes, steps: int, turns: int):
     """Compiles everything at once, then times the contenders of one mesh after another."""
-    ready = {}
     cases = [(mesh, name) for mesh in meshes() for name in CONTENDERS]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         jobs = {(mesh, name): pool.submit(Contender, CONTENDERS[name], mesh, sizes) for mesh, name in cases}
@@ -140,10 +138,10 @@ def measure(sizes: Sizes, steps: int, turns: int):
                 batch=sizes.batch,
                 positions=sizes.positions,
                 width=sizes.width,
-                loss=round(contender.loss, 4),
-                step_ms=round(1e3 * seconds, 3),
-                fastest_ms=round(1e3 * min(contender.turns[1:]), 3),
-                efficiency=round(alone[name] / seconds, 3),
+                loss=contender.loss,
+                step_ms=1e3 * seconds,
+                fastest_ms=1e3 * min(contender.turns[1:]),
+                efficiency=alone[name] / seconds,
             )
 
 
@@ -161,19 +159,13 @@ def main() -> int:
     options = parser.parse_args()
     sizes = Sizes(1, 16, 64, 4, 64) if options.quick else Sizes(2, 2048, 4096, 32, 8192)
     steps, turns = (1, 2) if options.quick else (5, 5)
-    new = not options.results.exists()
-    with options.results.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Measurement)])
-        if new:
-            writer.writeheader()
-        for row in measure(sizes, steps, turns):
-            writer.writerow(dataclasses.asdict(row))
-            file.flush()
-            print(
-                f"{row.data} x {row.model}  {row.contender:13} {row.step_ms:8.3f} ms a step (fastest "
-                f"{row.fastest_ms:.3f}), efficiency {row.efficiency:.3f}, loss {row.loss}",
-                flush=True,
-            )
+    for row in measure(sizes, steps, turns):
+        harness.append(options.results, row)
+        print(
+            f"{row.data} x {row.model}  {row.contender:13} {row.step_ms:8.3f} ms a step (fastest "
+            f"{row.fastest_ms:.3f}), efficiency {row.efficiency:.3f}, loss {row.loss:.4f}",
+            flush=True,
+        )
     return 0
 
 

@@ -124,8 +124,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(here, logits, 0), axis=-1))
 
 
-def make_step(model: nn.Module, rate: float = 3e-4, decay: float = 0.1):
-    """A jitted step of AdamW: (parameters, first moments, second moments, step), tokens -> the same, the loss."""
+def make_step(model: nn.Module):
+    """A jitted step of AdamW (rate 3e-4, decay 0.1).
+
+    (parameters, first moments, second moments, step), tokens -> the same, the loss.
+    """
 
     def step(state, tokens):
         parameters, first, second, count = state
@@ -140,7 +143,7 @@ def make_step(model: nn.Module, rate: float = 3e-4, decay: float = 0.1):
 
         def update(p, m, v):
             m, v = m / (1 - 0.9**count), v / (1 - 0.95**count)
-            return p - rate * (m / (jnp.sqrt(v) + 1e-8) + decay * p)
+            return p - 3e-4 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p)
 
         return (jax.tree.map(update, parameters, first, second), first, second, count), loss
 

@@ -2,9 +2,10 @@
 
 from jaxops import _load
 from jaxops._explain import Explanation, explain
-from jaxops._kernel import FallbackWarning, disabled_checks
+from jaxops._kernel import disabled_checks
 from jaxops._patch import patch_jax_nn
 from jaxops._version import __version__
+from jaxops._warnings import FallbackWarning
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
 from jaxops.ops.matmul import dot_general, matmul

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxops._warnings import warn
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -67,7 +68,7 @@ def result_dtype(
     if accepted is not None and found.name not in accepted:
         raise TypeError(f"{op}: {name} must be {listed}, got {found}")
     if not any(dtype is scalar for scalar in (int, float, complex)) and found != np.dtype(dtype):
-        warnings.warn(f"{op}: {name} {np.dtype(dtype)} is {found} unless jax_enable_x64 is set", stacklevel=4)
+        warn(f"{op}: {name} {np.dtype(dtype)} is {found} unless jax_enable_x64 is set")
     return found
 
 

@@ -18,14 +18,14 @@ class Comparison:
     """An op, the reference it competes with, and operands for both.
 
     ours, reference: functions of the operands. operands: from a numpy generator, the shape of the first operand and a
-    dtype. differentiable: how many of the operands, from the first, have gradients.
+    dtype. oracle: taken in float64 as the exact function; default: reference.
     """
 
     name: str
     ours: Callable[..., jax.Array]
     reference: Callable[..., jax.Array]
     operands: Callable[[np.random.Generator, tuple[int, ...], np.dtype], tuple[np.ndarray, ...]]
-    oracle: Callable[..., jax.Array] | None = None  # taken in float64 as the exact function; default: reference
+    oracle: Callable[..., jax.Array] | None = None
 
 
 def _normal(rng, shape, dtype, scale=1.0, offset=0.0):
@@ -72,6 +72,9 @@ def _dense_operands(rng, shape, dtype):
     a, b = _matrices(rng, shape, dtype)
     return a, b, _normal(rng, b.shape[-1:], parameter_dtype(dtype))
 
+
+#: The ops that work on rows.
+ROW_OPS = ("softmax", "log_softmax", "layer_norm", "rms_norm")
 
 COMPARISONS = {
     comparison.name: comparison

@@ -80,14 +80,17 @@ class Explanation:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         products = f"{self.xla_products} dot_general of XLA's own besides" if self.xla_products else ""
-        total = f"{len(self.calls)} calls on {self.platform}: {_quantity(self.bytes)}B, {_quantity(self.flops)}FLOP"
+        count = f"{len(self.calls)} call{'s' * (len(self.calls) != 1)}"
+        total = f"{count} on {self.platform}: {_quantity(self.bytes)}B, {_quantity(self.flops)}FLOP"
         return "\n".join([*lines, ", ".join(part for part in (total, products) if part)])
 
     __repr__ = __str__
 
 
 def _quantity(number: int) -> str:
-    """Three digits and a decimal prefix."""
+    """Three digits and a decimal prefix; a symbolic number as it is."""
+    if not isinstance(number, int):
+        return f"{number} "
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {prefix}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxops._sharding import (
     Layout,
-    Shards,
     gather,
     on_auto_axes,
     partitioned,
@@ -28,6 +25,7 @@ from jaxops._sharding import (
     vary_alike,
 )
 from jaxops._version import __version__
+from jaxops._warnings import warn_fallback
 
 # The version of the handlers' calling convention; part of every target's name, so that an exported program which
 # names an older convention fails to find its target instead of calling a newer one wrongly.
@@ -38,24 +36,6 @@ KERNELS: dict[str, Kernel] = {}
 
 #: The platforms (as JAX lowers for them: "cpu", "cuda") whose handlers are registered, and their kernels.
 HANDLERS: dict[str, frozenset[str]] = {}
-
-
-class FallbackWarning(UserWarning):
-    """Says, once for each cause, that a call runs on XLA's own operations instead of a jaxops kernel."""
-
-
-_said: set[str] = set()
-_said_lock = threading.Lock()
-
-
-def warn_fallback(what: str, why: str) -> None:
-    """Warns once a process that `what` runs on XLA's own operations, and why."""
-    message = f"{what} runs on XLA's own operations: {why}"
-    with _said_lock:
-        if message in _said:
-            return
-        _said.add(message)
-    warnings.warn(message, FallbackWarning, stacklevel=4)
 
 
 def target_name(kernel: str) -> str:
@@ -97,8 +77,10 @@ class Kernel:
     """A primitive that runs one FFI target on the platforms that have it, and plain JAX on all others.
 
     A subclass says what the results are (`abstract`), which axes are one (`layout`), how the target is called
-    (`call_target`), what the same thing is in plain JAX (`plain`), how a mapped axis enters (`batch`), and its
-    derivative (`jvp`, and `transpose` where it is linear). All take the operands, then the parameters.
+    (`call_target`), what the same thing is in plain JAX (`plain`), which of them a device runs on its part and how
+    (`local`, see `partitioned`), whether a call runs the target where there is one (`is_chosen`), how a mapped axis
+    enters (`batch`), and its derivative (`jvp`, and `transpose` where it is linear). All take the operands, then the
+    parameters.
 
     The ops have no custom_vjp: it would give up forward mode. A kernel's JVP rule binds a primitive that is linear in
     the tangents, and that one's transpose rule the backward kernel: both modes come from one rule each, an operand that
@@ -151,12 +133,6 @@ class Kernel:
         types = self.typed(*map(jax.typeof, operands), **params)
         return on_auto_axes(functools.partial(self.plain, **params), types)(*operands)
 
-    def local(self, run: Callable, shards: Shards, scatter: Shards, *operands, **params) -> list[jax.Array]:
-        """The kernel on one device's part of the operands; run: `call_target` or `plain`. See `partitioned`."""
-        if shards:
-            raise NotImplementedError(f"{self.name} has no rule for axes that are split: {sorted(shards)}")
-        return run(*operands, **params)
-
     def ffi_call(self, results: Sequence[ShapedArray], *operands, **attributes) -> list[jax.Array]:
         """Calls the FFI target itself."""
         like = jax.typeof(operands[0])
@@ -193,11 +169,6 @@ class Kernel:
             for x, g in zip(operands, found, strict=True)
         ]
 
-    def is_chosen(self, *operands: ShapedArray, **params: Any) -> bool:
-        """Whether a call runs the target where there is one; False: XLA's own is faster."""
-        del operands, params
-        return True
-
     def flops(self, *operands: ShapedArray, **params: Any) -> int:
         """Multiplications and additions of a matrix product; 0 for others."""
         del operands, params
@@ -216,6 +187,8 @@ class Kernel:
     layout: Callable[..., Layout]
     call_target: Callable[..., list[jax.Array]]
     plain: Callable[..., list[jax.Array]]
+    local: Callable[..., list[jax.Array]]
+    is_chosen: Callable[..., bool]
     batch: Callable[..., tuple[list[jax.Array], list[int]]]
     jvp: Callable[..., tuple[list[jax.Array], list[jax.Array]]]
     transpose: Callable[..., list[jax.Array | None]]

@@ -19,8 +19,9 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.interpreters import ad
 
-from jaxops._kernel import Kernel, jvp_of_linear, warn_fallback
+from jaxops._kernel import Kernel, jvp_of_linear
 from jaxops._sharding import Layout
+from jaxops._warnings import warn_fallback
 
 #: The parameters that name axes of x. vmap shifts them; an axis of -1 is none.
 AXIS_PARAMETERS = ("axes", "kept", "query_axis", "key_axis")

@@ -1,6 +1,6 @@
 """Policies for :func:`jax.checkpoint` that know the kernels of jaxops.
 
-Those of JAX recognise a matrix product by its primitive, and take :func:`jaxops.matmul` for something to compute again.
+JAX's own policies recognise a matrix product by its primitive, and would compute :func:`jaxops.matmul` again.
 
 Example:
   >>> import jax, jax.numpy as jnp, jaxops
@@ -51,7 +51,7 @@ def save_only_these_ops(*ops: str) -> Callable[..., bool]:
       as its result.
 
     Raises:
-      ValueError: a name is none of an op's.
+      ValueError: a name is not that of an op.
     """
     kernels = {name.removesuffix("_fwd"): kernel for name, kernel in KERNELS.items() if not name.endswith("_bwd")}
     if unknown := [op for op in ops if not isinstance(op, str) or op not in kernels]:

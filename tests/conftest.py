@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops import _kernel
+from jaxops import _warnings
 
 # Of tools/variant.sh: where the package under test is.
 if not jaxops.__file__.startswith(os.environ.get("JAXOPS_SITE", "")):
@@ -59,7 +59,7 @@ def full_precision():
 @pytest.fixture
 def fallback(monkeypatch):
     """The fallback warnings, which are given again, and expected."""
-    monkeypatch.setattr(_kernel, "_said", set())
+    monkeypatch.setattr(_warnings, "_said", set())
     with pytest.warns(jaxops.FallbackWarning) as caught:
         yield caught
 

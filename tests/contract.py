@@ -76,17 +76,17 @@ def check_value_and_gradients(comparison: Comparison, rng, shape, dtype):
         assert_close(got, target, lambda i=i: run(comparison.reference)[i], what, rounding)
 
 
-def check_jit(comparison: Comparison, rng, shape, dtype="float32"):
+def check_jit(comparison: Comparison, rng, shape):
     """Inside jit the result is the same to the bit."""
-    operands, _ = draw(comparison, rng, shape, dtype)
+    operands, _ = draw(comparison, rng, shape, "float32")
     np.testing.assert_array_equal(comparison.ours(*operands), jax.jit(comparison.ours)(*operands))
 
 
-def check_vmap(comparison: Comparison, rng, shape, mapped, axis, dtype="float32"):
+def check_vmap(comparison: Comparison, rng, shape, mapped, axis):
     """vmap over `axis` of the operands numbered `mapped` equals a loop, for values and gradients; one launch."""
-    operands, cotangent = draw(comparison, rng, shape, dtype)
+    operands, cotangent = draw(comparison, rng, shape, "float32")
     size = 3
-    draws = [comparison.operands(rng, shape, np.dtype(dtype)) for _ in range(size)]
+    draws = [comparison.operands(rng, shape, np.dtype("float32")) for _ in range(size)]
     in_axes = [axis % (x.ndim + 1) if i in mapped else None for i, x in enumerate(operands)]
     for i, position in enumerate(in_axes):
         if position is not None:

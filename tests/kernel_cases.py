@@ -17,6 +17,7 @@ from frame_cases import matmul_call
 from row_cases import COLUMNS_ONCE
 
 from jaxops import _kernel
+from jaxops._comparison import ROW_OPS
 from jaxops.ops import _matmul_choice as choices
 
 CODES = {"f32": 11, "bf16": 16, "f16": 10, "f64": 12}
@@ -149,7 +150,7 @@ def _options(handler: str, rows: Sequence[int], columns: Sequence[int]) -> list[
     }[handler]
 
 
-HANDLERS = tuple(f"{op}_{way}" for op in ("softmax", "log_softmax", "layer_norm", "rms_norm") for way in ("fwd", "bwd"))
+HANDLERS = tuple(f"{op}_{way}" for op in ROW_OPS for way in ("fwd", "bwd"))
 
 #: Lengths of rows of adjacent elements; with short ones of half packs and of single elements, and the shortest and the
 #: longest of those that few tables have places for.

@@ -16,6 +16,7 @@ from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 
 import jaxops
+from jaxops import _warnings
 from jaxops.flax import linen, nnx
 
 X, SQUARE, Q = jnp.ones((3, 4)), jnp.ones((4, 4)), jnp.ones((2, 5, 3, 4))
@@ -303,7 +304,7 @@ def test_every_case_is_of_something_public():
 
 
 def test_a_fallback_is_said_once(monkeypatch, recwarn):
-    monkeypatch.setattr(jaxops._kernel, "_said", set())
+    monkeypatch.setattr(_warnings, "_said", set())
     for _ in range(3):
         jax.clear_caches()
         jaxops.matmul(jnp.ones((2, 2), np.int8), jnp.ones((2, 2), np.int8))
@@ -319,6 +320,23 @@ def test_an_ignored_float64_is_said():
 def test_an_ignored_preferred_element_type_is_said():
     with pytest.warns(UserWarning, match="matmul: preferred_element_type float64 is float32 unless jax_enable_x64"):
         assert jaxops.matmul(SQUARE, SQUARE, preferred_element_type=np.float64).dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: jaxops.softmax(X, dtype=np.float64),
+        lambda: jaxops.dot_general(SQUARE, SQUARE, (((1,), (0,)), ((), ())), preferred_element_type=np.float64),
+        lambda: jaxops.matmul(jnp.ones((2, 2), np.int8), jnp.ones((2, 2), np.int8)),
+        lambda: jax.jit(lambda x: jaxops.softmax(x + 1j))(X),
+    ],
+    ids=["softmax", "dot_general", "fallback", "inside jit"],
+)
+def test_warnings_point_at_the_callers_line(call, monkeypatch):
+    monkeypatch.setattr(_warnings, "_said", set())
+    with pytest.warns(UserWarning) as caught:
+        call()
+    assert [w.filename for w in caught.list] == [__file__]
 
 
 # --- what is accepted ---

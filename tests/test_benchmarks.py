@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 
+from jaxops._comparison import ROW_OPS
 from jaxops._device import H200, local_device
 
 COLUMNS = "date,jaxops,jax,device,op,direction,shape,dtype,ours,xla,unit,ceiling,ratio,timing"
@@ -141,7 +142,7 @@ def test_every_shape_list_makes_tasks(load, tmp_path, monkeypatch):
     settings = harness.Settings(("bfloat16", "float32"), False, 1.0, re.compile(""), tmp_path, None)
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        tasks = [task for op in rows.OPS for task in rows.tasks(op, settings)]
+        tasks = [task for op in ROW_OPS for task in rows.tasks(op, settings)]
         tasks += [task for dtype in settings.dtypes for task in matmul.tasks(matmul.cases(dtype, False), dtype, 1.0)]
         labels = [task.label for task in tasks]
         assert len(set(labels)) == len(labels)

@@ -13,7 +13,6 @@ from jaxops._comparison import COMPARISONS
 pytestmark = pytest.mark.usefixtures("full_precision")
 
 every_op = pytest.mark.parametrize("op", COMPARISONS.values(), ids=COMPARISONS.keys())
-ROW_OPS = ("softmax", "log_softmax", "layer_norm", "rms_norm")
 
 
 @every_op

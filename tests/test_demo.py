@@ -133,7 +133,7 @@ def test_failures_of_rows(value, gradient, worse):
 
 def test_failures_of_curves():
     assert report.failures([row()], 0.0099) == []
-    assert "2 % apart; allowed are 1 %" in report.failures([row()], 0.02)[0]
+    assert "2 % apart; at most 1 % is allowed" in report.failures([row()], 0.02)[0]
     assert len(report.failures([row()], math.nan)) == 1
     assert language_model.largest_relative_difference([2.0, 4.0], [2.0, 4.2]) == pytest.approx(0.05)
 

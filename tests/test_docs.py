@@ -10,6 +10,8 @@ import statistics
 
 import pytest
 
+from jaxops._comparison import ROW_OPS
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 TRAINING = ROOT / "docs" / "training.md"
@@ -69,7 +71,7 @@ def test_every_page_is_in_the_site():
 def last_rows(device, until):
     """The row ops' last measurements on a device before a time, by op, direction, shape and dtype."""
     found = {}
-    for op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
+    for op in ROW_OPS:
         with (ROOT / "benchmarks" / "results" / f"{op}.csv").open() as file:
             for row in csv.DictReader(file):
                 if row["device"] == device and row["date"] < until:
@@ -85,7 +87,7 @@ def test_figures():
     """The README's figures of the row ops are those of the rows that it names."""
     text = " ".join((ROOT / "README.md").read_text().split())
     rows = last_rows("NVIDIA H200", "2026-11-25T04:00")
-    for op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
+    for op in ROW_OPS:
         both = (rows[op, direction, "32768x4096", "bfloat16"] for direction in ("forward", "backward"))
         rates = [f"{float(row['ours']):.2f} ({float(row['xla']):.2f})" for row in both]
         assert f"| `{op}` | {rates[0]} | {rates[1]} |" in text
@@ -108,7 +110,7 @@ def test_figures_of_few_rows():
     """The README's figures of few rows are those of the rows that it names."""
     text = " ".join((ROOT / "README.md").read_text().split())
     rows = last_rows("NVIDIA H100 80GB HBM3", "2026-11-28T03:00")
-    for op in ("softmax", "log_softmax", "layer_norm", "rms_norm"):
+    for op in ROW_OPS:
         ratios = {
             direction: [
                 float(row["ratio"])

@@ -51,6 +51,14 @@ def test_table():
     assert repr(jaxops.explain(jnp.sin, X)).splitlines()[-1].startswith("0 calls")
 
 
+def test_table_of_one_call_with_symbolic_sizes():
+    (size,) = jax.export.symbolic_shape("m")
+    x = jax.ShapeDtypeStruct((size, 8), jnp.float32)
+    assert str(jaxops.explain(jaxops.softmax, x, platform="cpu")).splitlines()[-1] == "1 call on cpu: 64*m B, 0 FLOP"
+    table = str(jaxops.explain(jaxops.matmul, x, jnp.ones((8, 2)), platform="cpu"))
+    assert "32*m" in table and "the shape is symbolic" in table
+
+
 def test_gradients():
     kernels = [c.kernel for c in jaxops.explain(jax.grad(lambda x: jaxops.softmax(x).sum()), X).calls]
     assert kernels == ["softmax_fwd", "softmax_bwd"]

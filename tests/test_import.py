@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops import _cpu, _kernel, _load
+from jaxops import _cpu, _kernel, _load, _warnings
 
 
 def python(script, tmp_path, **environment):
@@ -186,7 +186,7 @@ def without_handlers(monkeypatch):
     """As if jaxops had been built without kernels for any platform."""
     jax.clear_caches()
     monkeypatch.setattr(_kernel, "HANDLERS", {})
-    monkeypatch.setattr(_kernel, "_said", set())
+    monkeypatch.setattr(_warnings, "_said", set())
     yield
     jax.clear_caches()
 

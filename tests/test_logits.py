@@ -101,7 +101,7 @@ def test_every_combination(op, dtype, rng):
 @every_op
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
-    """Scales of both signs and zero; what is masked, in one row everything, is infinite or no number."""
+    """Scales of both signs and zero; what is masked, in one row everything, is infinite or NaN."""
     aligned = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 40000)
     unaligned = (5, 30, 61, 99, 197, 333, 577, 1001, 2047, 4095, 8191, 9001)
     shapes = [(20, columns) for columns in (*aligned, *unaligned)] + [(600, 577)]

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxops
-from jaxops import _kernel, _patch
+from jaxops import _patch, _warnings
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 8)), jnp.float32)
 ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "standardize")}
@@ -115,7 +115,7 @@ def test_errors_are_those_of_jax_nn():
 
 def test_plain_forms_do_not_come_back(monkeypatch):
     """A kernel's plain form uses jax.nn itself, also when it is traced within a scope."""
-    monkeypatch.setattr(_kernel, "_said", set())
+    monkeypatch.setattr(_warnings, "_said", set())
     with jaxops.patch_jax_nn(), pytest.warns(jaxops.FallbackWarning, match="this platform"):
         assert jax.nn.softmax(jnp.zeros((0, 3))).shape == (0, 3)
         text = jax.jit(jax.nn.softmax).trace(X).lower(lowering_platforms=("tpu",)).as_text()

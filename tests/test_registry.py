@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops import _cpu, _kernel
+from jaxops import _cpu, _kernel, _warnings
 from jaxops._comparison import COMPARISONS
 
 #: The kernels whose CPU half is XLA's own.
@@ -80,7 +80,7 @@ def test_lowering_calls_every_handler(platform):
 
 
 def test_other_platforms_lower_to_plain_jax(monkeypatch):
-    monkeypatch.setattr(_kernel, "_said", set())
+    monkeypatch.setattr(_warnings, "_said", set())
     with pytest.warns(jaxops.FallbackWarning, match="on this platform"):
         text = jax.jit(calls).trace(jnp.ones((3, 9))).lower(lowering_platforms=("tpu",)).as_text()
     assert "jaxops." not in text and "stablehlo.exponential" in text

@@ -12,7 +12,7 @@ import oracle
 import pytest
 
 import jaxops
-from jaxops import _kernel
+from jaxops import _kernel, _warnings
 from jaxops._comparison import value_and_gradients
 from jaxops._rows import accumulator
 
@@ -92,7 +92,7 @@ def test_handlers_agree_with_plain_jax(op, dtype, rng, monkeypatch):
 
         by_handlers = run_all()
         monkeypatch.setattr(_kernel, "HANDLERS", {})
-        monkeypatch.setattr(_kernel, "_said", set())
+        monkeypatch.setattr(_warnings, "_said", set())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", jaxops.FallbackWarning)
             by_jax = run_all()

@@ -210,7 +210,8 @@ def same_on_explicit_mesh(function, implementations, shapes, specs, rng):
         got, wanted = (jax.tree.leaves(function(f, *xs)) for f in implementations)
         for ours, reference in zip(got, wanted, strict=True):
             assert jax.typeof(ours) == jax.typeof(reference)
-            np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-4)
+            if reference.size:  # jax 0.10.0 cannot fetch a split array without elements
+                np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-4)
 
 
 def total(g):

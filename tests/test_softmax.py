@@ -11,7 +11,7 @@ from logits_cases import INF, NAN, OPS, assert_matches_exact, every_op, exact, r
 from row_cases import COLUMNS_ONCE, assert_matches, beyond_few, coarsest, crowds, edged, lengths, some_rows, strided
 
 import jaxops
-from jaxops import _kernel
+from jaxops import _warnings
 from jaxops._comparison import value_and_gradients
 
 # --- axes ---
@@ -231,7 +231,7 @@ def test_integers_promote_to_float64(op, x64):
 
 @every_op
 def test_complex_runs_on_xla(op, monkeypatch):
-    monkeypatch.setattr(_kernel, "_said", set())
+    monkeypatch.setattr(_warnings, "_said", set())
     ours, reference, _ = OPS[op]
     x = jnp.array([[1 + 2j, 0.5, -1j], [0, 3, 1 - 1j]], jnp.complex64)
     with pytest.warns(jaxops.FallbackWarning, match=f"{op} of complex64"):

@@ -1,5 +1,6 @@
 """Whole models of Flax's layers, and models of others, swapped onto jaxops."""
 
+import functools
 import pickle
 import re
 
@@ -100,8 +101,9 @@ def test_only_a_mask_of_its_own_size_is_causal():
             return layer(x[:, -1:], x, mask=mask[..., -1:, :]) + layer(x, mask=nn.combine_masks(mask, mask))
 
     x = jax.random.normal(KEY, (2, 5, 8))
-    variables = Offset().init(KEY, x)
-    cases.assert_same(linen.swap(Offset())[0].apply(variables, x), Offset().apply(variables, x), ulp=32)
+    variables = jax.jit(Offset().init)(KEY, x)
+    got, wanted = (jax.jit(model.apply)(variables, x) for model in (linen.swap(Offset())[0], Offset()))
+    cases.assert_same(got, wanted, ulp=32)
 
 
 def test_linen_models_trace_once():
@@ -173,8 +175,9 @@ def test_products_of_xla(rng):
     """products=False: norms and softmaxes alone."""
     plain, (swapped, report) = Model(), linen.swap(Model(), products=False)
     assert swapped != linen.swap(plain)[0]
-    variables = plain.init(KEY, TOKENS)
-    cases.assert_same(swapped.apply(variables, TOKENS), plain.apply(variables, TOKENS), ulp=64)
+    variables = jax.jit(plain.init)(KEY, TOKENS)
+    got, wanted = (jax.jit(model.apply)(variables, TOKENS) for model in (swapped, plain))
+    cases.assert_same(got, wanted, ulp=64)
     assert report.kept["block/Dense_0"] == report.kept["block/MultiHeadDotProductAttention_0/key"] == "products=False"
     assert {"block/RMSNorm_0", "block/MultiHeadDotProductAttention_0"} < set(report.swapped)
     kernels = {call.kernel for call in jaxops.explain(swapped.apply, variables, TOKENS).calls}
@@ -183,7 +186,8 @@ def test_products_of_xla(rng):
     plain, x = nnx_model(), cases.draw(rng, (2, 5, 8))
     swapped, report = fast.swap(plain, products=False)
     assert report.kept["layers/3"] == "products=False" and "layers/1" in report.swapped
-    cases.assert_same(swapped(x), plain(x), ulp=64)
+    got, wanted = (nnx.jit(lambda m, x: m(x))(m, x) for m in (swapped, plain))
+    cases.assert_same(got, wanted, ulp=64)
     kernels = {call.kernel for call in jaxops.explain(swapped, x).calls}
     assert kernels == {"layer_norm_fwd", "rms_norm_fwd", "softmax_fwd"}
 
@@ -225,7 +229,8 @@ def test_nnx_model(rng):
     states = [nnx.state(m) for m in (model, swapped)]
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert type(model.layers[3]) is nnx.Linear
-    got, wanted = (nnx.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x))))(m, x) for m in (swapped, model))
+    derivative = nnx.jit(nnx.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)))))
+    got, wanted = (derivative(m, x) for m in (swapped, model))
     cases.assert_same(got[0], wanted[0], ulp=32)
     cases.assert_same(nnx.to_pure_dict(got[1]), nnx.to_pure_dict(wanted[1]), ulp=256)
 
@@ -289,7 +294,7 @@ def test_transformers(make):
     """Hugging Face's linen models: as many layers swapped as there are, and the same losses in training."""
     model, arguments, count = make()
     swapped, report = linen.swap(model)
-    variables = model.init(KEY, *arguments, return_dict=False)
+    variables = jax.jit(functools.partial(model.init, return_dict=False))(KEY, *arguments)
     optimizer = optax.adamw(3e-3)
     losses = {}
     for name, which in (("plain", model), ("jaxops", swapped)):

@@ -14,6 +14,7 @@ from jax.test_util import check_grads
 
 import jaxops
 from jaxops import _kernel
+from jaxops._comparison import ROW_OPS
 
 #: Tested with more shapes and axes elsewhere.
 ELSEWHERE = ("jit", "vmap", "nested vmap", "scan", "while", "cond", "remat", "check_grads")
@@ -208,7 +209,7 @@ print(len(misses), *values)
     assert first[1] != first[2]
 
 
-@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm", "rms_norm"])
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_gradients_for_rows_and_columns_of_any_number(op, rng):
     def gradients(x, parameter):
         """Of x, and of the bias, or of the scale."""

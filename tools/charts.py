@@ -24,10 +24,10 @@ LINES = {
 }
 
 
-def read_rows(path: Path, device: str = "NVIDIA") -> list[dict[str, str]]:
-    """The last row of every measurement on such a device; none of a file of another kind, without directions."""
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The last row of every measurement on an NVIDIA GPU; none of a file of another kind, without directions."""
     with path.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["device"].startswith(device) and "direction" in row]
+        rows = [row for row in csv.DictReader(file) if row["device"].startswith("NVIDIA") and "direction" in row]
     return list({(row["direction"], row["shape"], row["dtype"]): row for row in rows}.values())
 
 
@@ -96,10 +96,10 @@ def draw_bars(rows: Sequence[dict[str, str]]) -> bytes | None:
     return _svg(figure, rows)
 
 
-def draw_all(results: Path = RESULTS) -> dict[str, bytes]:
+def draw_all() -> dict[str, bytes]:
     """The charts by file name."""
     charts = {}
-    for path in sorted(results.glob("*.csv")):
+    for path in sorted(RESULTS.glob("*.csv")):
         if path.stem in ("matmul_own", "matmul_random", "rows_random"):  # not what users get, or sizes of chance
             continue
         rows = read_rows(path)

@@ -20,7 +20,7 @@ TESTS = ("import", "registry", "transformations", "flax_linen", "flax_nnx", "pat
 def pythons() -> list[str]:
     """One interpreter of each supported minor version, those of pyenv included."""
     found = {}
-    for minor in range(11, 15):
+    for minor in map(int, re.findall(r'Python :: 3\.(\d+)"', (ROOT / "pyproject.toml").read_text())):
         root = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
         candidates = [shutil.which(f"python3.{minor}"), *root.glob(f"versions/3.{minor}.*/bin/python")]
         for candidate in filter(None, candidates):

@@ -256,7 +256,7 @@ class RowShapeParser {
     for (Axes<kSlots>* list : {&shape->groups, &shape->rows, &shape->columns})
       if (list->count == 0) list->Append(1, {});
     if (shape->columns.total > std::numeric_limits<int>::max() - (1 << 20)) {
-      return Invalid(handler_, "rows of more than 2^31 - 2^20 elements");
+      return Invalid(handler_, "rows of more than 2^31 - 2^20 - 1 elements");
     }
     return Error::Success();
   }

@@ -138,11 +138,13 @@ def failures(rows: list[Row], difference: float) -> list[str]:
         for what, error in (("value", row.value_error), ("gradient", row.gradient_error)):
             if not row.allows(error):
                 found.append(
-                    f"{row.op} in {row.dtype}: the {what} errs by {error.jaxops:.2f} ulp; allowed are {ROUNDING:.0f}, "
-                    f"or the reference's {error.reference:.2f}"
+                    f"{row.op} in {row.dtype}: the {what} errs by {error.jaxops:.2f} ulp; at most {ROUNDING:.0f}, or "
+                    f"the reference's {error.reference:.2f}, is allowed"
                 )
     if not difference <= CURVE_TOLERANCE:
-        found.append(f"the loss curves lie {100 * difference:.3g} % apart; allowed are {100 * CURVE_TOLERANCE:.0f} %")
+        found.append(
+            f"the loss curves lie {100 * difference:.3g} % apart; at most {100 * CURVE_TOLERANCE:.0f} % is allowed"
+        )
     return found
 
 

@@ -35,12 +35,12 @@ def why_no_norm(layer: Any) -> str | None:
     return None
 
 
-def why_no_norm_of(x: jax.Array, *parameters: jax.Array | None) -> str | None:
-    """Why arrays of such dtypes have no normalisation kernel; None: they have one."""
-    for value in (x, *parameters):
+def why_no_norm_of(centred: bool, mask: jax.Array | None, *arrays: jax.Array | None) -> str | None:
+    """Why a call with these x, scale and bias has no normalisation kernel; None: it has one."""
+    for value in arrays:
         if value is not None and jnp.iscomplexobj(value):
             return f"there is no kernel for {value.dtype}"
-    return None
+    return None if centred or mask is None else "a mask has no kernel"
 
 
 def normalise(
@@ -205,6 +205,12 @@ def _boolean_mask(mask: Any, rank: int) -> jax.Array:
     """The mask as a boolean array of the logits' rank."""
     mask = arguments.array("attention", "mask", mask).astype(bool)
     return mask.reshape((1,) * (rank - mask.ndim) + mask.shape)
+
+
+def check_key_value(key: jax.Array, value: jax.Array) -> None:
+    """Raises ValueError unless there is a value for each key."""
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree but for their last axes")
 
 
 def attention_weights(

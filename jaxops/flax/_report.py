@@ -19,7 +19,7 @@ class SwapReport:
 
     def __str__(self) -> str:
         if not self.swapped and not self.kept:
-            return "nothing was called yet: linen models are swapped while they are traced"
+            return "no layers found; if this is a linen model, nothing was called yet: it is swapped while it is traced"
         paths = {path: f"jaxops {what}" for path, what in self.swapped.items()}
         paths |= {path: f"kept: {why}" for path, why in self.kept.items()}
         width = max(map(len, paths))

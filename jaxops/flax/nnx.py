@@ -2,7 +2,7 @@
 
 Every layer is a subclass of Flax's: constructors, attributes, variables with their metadata, and result dtypes are
 Flax's, and checkpoints fit both ways. What a layer has no kernel for it computes as Flax does, with a
-:class:`jaxops.FallbackWarning`.
+:class:`jaxops.FallbackWarning`; where it is given functions of the caller's for its products, without one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jaxops._kernel import warn_fallback
+from jaxops._warnings import warn_fallback
 from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
@@ -46,9 +46,7 @@ def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn
     mask = arguments.mask(flax.__name__, mask, x.shape)
     given = (layer.scale, layer.bias if centred else None)
     scale, bias = (value[...] if value else None for value in given)
-    why = _functions.why_no_norm(layer) or _functions.why_no_norm_of(x, scale, bias)
-    if not centred and mask is not None:
-        why = why or "a mask has no kernel"
+    why = _functions.why_no_norm(layer) or _functions.why_no_norm_of(centred, mask, x, scale, bias)
     if why:
         warn_fallback(flax.__name__, why)
         total = x if residual is None else x + residual
@@ -247,7 +245,7 @@ def dot_product_attention(
       precision: of the products with dropout or `module`, as in Flax.
       module: stores the weights as the intermediate `attention_weights`.
       promote_dtype: as in Flax.
-      is_causal: query i sees the keys 0 to i, besides `mask`; masked keys are not even read.
+      is_causal: query i sees the keys 0 to i, besides `mask`; later keys are not even read.
       dot_general: computes both products.
 
     Returns:
@@ -271,8 +269,7 @@ def dot_product_attention(
             f"attention: query {query.shape} and key {key.shape} must have the same batch axes and depth, "
             "and the key's heads must divide the query's"
         )
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree but for their last axes")
+    _functions.check_key_value(key, value)
     weighted = module is not None or dropout_rate > 0  # Flax then keeps logits in the dtype of the computation
     wide = None if weighted else jnp.promote_types(query.dtype, jnp.float32)
     precision = precision if weighted else None

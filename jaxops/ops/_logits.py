@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxops import _arguments as arguments
-from jaxops._kernel import warn_fallback
 from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, promoted, sum_to
+from jaxops._warnings import warn_fallback
 
 _OPTIONS = "scale: broadcast?, bias: broadcast?, where: broadcast?"
 

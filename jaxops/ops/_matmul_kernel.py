@@ -248,8 +248,6 @@ class _MatmulKernel(Kernel):
         if arithmetic is None:
             return choices.Choice("xla", f"no kernel is as fast for {lhs.dtype}")
         out, *_ = self.abstract(*operands, spec=spec, preactivation=preactivation)
-        if not all(isinstance(d, int) for x in (lhs, rhs) for d in x.shape):
-            return choices.Choice("xla", "its sizes are symbolic")
         product = choices.Product(
             *out.shape[-2:],
             lhs.shape[-2 if spec.lhs_transposed else -1],

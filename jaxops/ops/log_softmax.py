@@ -79,8 +79,8 @@ def log_softmax(
       dtype: dtype of the result; that of `x` by default.
 
     Returns:
-      An array of the joint shape of `x`, `bias` and `where`. A row that contains NaN or +inf, or nothing but -inf, is
-      NaN throughout.
+      An array of the joint shape of `x`, `bias` and `where`. If the entries of a row that take part include NaN or
+      +inf, or are all -inf, they are NaN; an entry that takes no part affects no other.
 
     Raises:
       TypeError: `x` is a list or boolean, or `dtype` is not floating.

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from jaxops import _arguments as arguments
-from jaxops._kernel import warn_fallback
 from jaxops._rows import accumulator, expand_rank, promoted
+from jaxops._warnings import warn_fallback
 from jaxops.ops._epilogue import ACTIVATIONS
 from jaxops.ops._matmul_kernel import EIGHT_BITS, Spec, arithmetic_of, kernel, precision_of
 

@@ -213,7 +213,7 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
     return General(stream, problem, kOperandType<T>, wide_out ? DataType::F32 : kOperandType<T>);
   JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   if constexpr (std::is_same_v<T, float>) {
-    if (flags) {  // infinite or no numbers among the operands, or sums that might overflow
+    if (flags) {  // infinities or NaN among the operands, or sums that might overflow
       Problem guarded = problem;
       guarded.only_if = flags;
       return FromCuda(kHandler, matmul::LaunchSimt<float>(stream, guarded));

@@ -235,7 +235,7 @@ __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flag
   }
 }
 
-// Splits both operands. First in f16: flags[0] is set to 1 if there are infinite or no numbers, as the products of
+// Splits both operands. First in f16: flags[0] is set to 1 if there are infinities or NaN, as the products of
 // their parts would not be IEEE's, flags[1 + i] if f16 does not hold some block of k tile i; behind those are the
 // largest biased exponents of lhs and rhs. Then (kWide) those k tiles in TF32; by few blocks, as mostly there are none.
 // And flags[0] is set if sums might overflow: those of some parts alone might, with another sign than the whole.

@@ -10,7 +10,7 @@
 
 namespace jaxops::matmul {
 
-// The order is part of the calling convention: jaxops/ops/matmul.py passes the index.
+// The order is part of the calling convention: that of ACTIVATIONS in jaxops/ops/_epilogue.py.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluExact, kSilu, kCount };
 
 // What lies above the diagonal (columns beyond the row): of the result, it need not be written; of lhs as it lies in
@@ -122,19 +122,18 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBu
     if (size != 1) {
       const Offsets own = {l[axis] == 1 ? 0 : stride.lhs, r[axis] == 1 ? 0 : stride.rhs,
                            !s || s[axis] == 1 ? 0 : stride.scale, !b || b[axis] == 1 ? 0 : stride.bias};
-      Batch& batch = reversed;
-      const int last = batch.axes - 1;
+      const int last = reversed.axes - 1;
       const auto continues = [&](int64_t Offsets::* operand) {
-        return own.*operand == batch.strides[last].*operand * batch.sizes[last];
+        return own.*operand == reversed.strides[last].*operand * reversed.sizes[last];
       };
       if (last >= 0 && continues(&Offsets::lhs) && continues(&Offsets::rhs) && continues(&Offsets::scale) &&
           continues(&Offsets::bias)) {
-        batch.sizes[last] *= size;
-      } else if (batch.axes == kMaxBatchAxes) {
+        reversed.sizes[last] *= size;
+      } else if (reversed.axes == kMaxBatchAxes) {
         return Invalid(handler, "more than 8 batch axes that cannot be merged");
       } else {
-        batch.sizes[batch.axes] = size;
-        batch.strides[batch.axes++] = own;
+        reversed.sizes[reversed.axes] = size;
+        reversed.strides[reversed.axes++] = own;
       }
     }
     stride.lhs *= l[axis];

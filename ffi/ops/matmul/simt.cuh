@@ -1,4 +1,4 @@
-// f32 matmul on the ordinary arithmetic units: what the tensor cores' kernel cannot take, infinite or no numbers in
+// f32 matmul on the ordinary arithmetic units: what the tensor cores' kernel cannot take, infinities or NaN in
 // full precision and operands that are not aligned to 16 bytes.
 //
 // 256 threads compute a tile of 16 kQuad x 2 square. Each thread has four kQuad x kQuad squares half a tile apart, so

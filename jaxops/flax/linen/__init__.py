@@ -1,8 +1,8 @@
 """flax.linen's layers on jaxops' kernels, and `swap`, which puts them into an existing linen model.
 
 Every layer is a subclass of Flax's, of the same name: attributes, defaults, parameters, automatic names and result
-dtypes are Flax's, and checkpoints fit both ways. What a layer has no kernel for (see `why_not` in
-:class:`jaxops.flax._report.SwapReport`) it computes as Flax does, with a :class:`jaxops.FallbackWarning`.
+dtypes are Flax's, and checkpoints fit both ways. What a layer has no kernel for it computes as Flax does, with a
+:class:`jaxops.FallbackWarning`; where it is given functions of the caller's for its products, without one.
 """
 
 from jaxops.flax._report import SwapReport

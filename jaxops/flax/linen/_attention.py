@@ -193,8 +193,7 @@ def dot_product_attention(
         raise ValueError("attention: qk_attn_weights_einsum and attn_weights_value_einsum must be given together")
     query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
     _check_query_key(query, key)
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree but for their last axes")
+    _functions.check_key_value(key, value)
     if is_causal_mask(mask, query, key):
         causal, mask = True, None
     alone = causal and mask is None

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax.core import meta
 from flax.linen import dtypes
 
-from jaxops._kernel import warn_fallback
+from jaxops._warnings import warn_fallback
 from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 
@@ -26,16 +26,10 @@ def raw(layer: type[nn.Module]) -> Callable[..., Any]:
 # Normalisation
 
 
-def why_no_norm(layer: Any) -> str | None:
-    return _functions.why_no_norm(layer)
-
-
 def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn.Module], residual: Any = None) -> Any:
     x = arguments.array(flax.__name__, "x", x)
     mask = arguments.mask(flax.__name__, mask, x.shape)
-    why = why_no_norm(layer) or _functions.why_no_norm_of(x)
-    if not centred and mask is not None:
-        why = why or "a mask has no kernel"
+    why = _functions.why_no_norm(layer) or _functions.why_no_norm_of(centred, mask, x)
     if why:
         warn_fallback(flax.__name__, why)
         total = x if residual is None else x + residual

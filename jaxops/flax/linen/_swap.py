@@ -24,7 +24,6 @@ from jaxops.flax.linen._layers import (
     layer_norm,
     raw,
     rms_norm,
-    why_no_norm,
     why_no_product,
 )
 
@@ -99,8 +98,8 @@ class _Swap(NamedTuple):
 
 
 _SWAPS = {
-    raw(nn.LayerNorm): _Swap(layer_norm, why_no_norm),
-    raw(nn.RMSNorm): _Swap(rms_norm, why_no_norm),
+    raw(nn.LayerNorm): _Swap(layer_norm, _functions.why_no_norm),
+    raw(nn.RMSNorm): _Swap(rms_norm, _functions.why_no_norm),
     raw(nn.Dense): _Swap(dense, why_no_product),
     raw(nn.DenseGeneral): _Swap(_project, why_no_product),
     raw(nn.MultiHeadDotProductAttention): _Swap(_attention, _why_no_attention),

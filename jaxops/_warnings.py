@@ -1,0 +1,38 @@
+"""Warnings, which point at the first line outside of jaxops and JAX."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import threading
+import warnings
+
+import jax
+
+_INTERNAL = tuple(str(pathlib.Path(file).parent) + "/" for file in (__file__, jax.__file__))
+
+
+class FallbackWarning(UserWarning):
+    """Says, once for each cause, that a call runs on XLA's own operations instead of a jaxops kernel."""
+
+
+_said: set[str] = set()
+_said_lock = threading.Lock()
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line of the caller's code that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def warn_fallback(what: str, why: str) -> None:
+    """Warns once a process that `what` runs on XLA's own operations, and why."""
+    message = f"{what} runs on XLA's own operations: {why}"
+    with _said_lock:
+        if message in _said:
+            return
+        _said.add(message)
+    warn(message, FallbackWarning)
