@@ -187,32 +187,36 @@ def matmul_call(
     )
 
 
+#: The codes of lhs, rhs and result, for each of choices.ARITHMETICS.
+TILE_DTYPES = {
+    "16bit": (16, 16, 16),
+    "tf32": (11, 11, 11),
+    "f32": (11, 11, 11),
+    "f8": (20, 19, 16),
+    "f8 fast": (19, 20, 11),
+}
+
+
 def tile_calls() -> Iterator[frames.Call]:
     """A product by every tile of every arithmetic, by two blocks a tile where clusters can sum their parts, and by two
     blocks that share an operand."""
-    dtypes = {
-        "16bit": (16, 16, 16),
-        "tf32": (11, 11, 11),
-        "f32": (11, 11, 11),
-        "f8": (20, 19, 16),
-        "f8 fast": (19, 20, 11),
-    }
-    for name in choices.ARITHMETICS:
+    for name, dtypes in TILE_DTYPES.items():
         for tile, splits, odd in itertools.product(choices.TILES[name], (1, 2), (False, True)):
-            if splits > tile.parts or (odd and (tile.turned or not tile.stores_any_rows)):
+            if splits > tile.parts or (odd and not (tile.turned or tile.stores_any_rows)):
                 continue
             size = (300, 520 - odd, 1000)
-            # 16-bit operands are copied if their rows are not aligned.
-            copies = (0, int(odd)) if name == "16bit" else None
+            # Copied if their rows are not aligned: 16-bit operands, and rhs along n of f32. Turned tiles leave results
+            # of such rows to the kernel for every GPU.
+            copies = (0, int(odd)) if name == "16bit" or tile.turned else None
             for shared in choices.SHARED_OPERANDS if name == "16bit" and splits == 1 else (None,):
-                yield matmul_call(name, tile, dtypes[name], size, splits=splits, shared=shared, copies=copies)
+                yield matmul_call(name, tile, dtypes, size, splits=splits, shared=shared, copies=copies)
             if name == "16bit" and odd:  # rows aligned to 4 bytes, and to 8
                 for n, k in ((518, 998), (516, 1004)):
-                    yield matmul_call(name, tile, dtypes[name], (size[0], n, k), splits=splits, copies=(0, 0))
+                    yield matmul_call(name, tile, dtypes, (size[0], n, k), splits=splits, copies=(0, 0))
     for tile in choices.FEW_ROWS_TILES:
         for n, k in ((520, 1000), (300 * tile.columns - 8, 200)):  # few tiles, and more than blocks run at once
             size = (tile.rows - 3, n, k)
-            yield matmul_call("16bit", tile, dtypes["16bit"], size, transposed=(False, tile.rhs_transposed))
+            yield matmul_call("16bit", tile, TILE_DTYPES["16bit"], size, transposed=(False, tile.rhs_transposed))
 
 
 # --- what XLA never sends ---

@@ -140,7 +140,11 @@ def test_linear_general(rng, case):
     compare(rng, "LinearGeneral", x, rounding=options.get("dtype"), ulp=16, **options)
 
 
-@pytest.mark.parametrize("case", cases.ATTENTIONS)
+#: Which differ from "masked" and "dropout" in what linen's layer shares with nnx's.
+ALIKE = ("one mask for all heads", "a number a mask", "deterministic", "dropout by head")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in ALIKE)) for c in cases.ATTENTIONS])
 def test_attention(rng, case):
     options, call = cases.ATTENTIONS[case]
     x, mask = cases.draw(rng, (2, 6, 16)), cases.draw_mask(rng, 2, 4, 6, 6)

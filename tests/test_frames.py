@@ -9,10 +9,21 @@ import kernel_cases
 import ml_dtypes
 import numpy as np
 import pytest
-from frame_cases import LOGITS, NORMS, malformed, matmul_calls, resized, row_calls, tile_calls
+from frame_cases import (
+    LOGITS,
+    NORMS,
+    TILE_DTYPES,
+    malformed,
+    matmul_call,
+    matmul_calls,
+    resized,
+    row_calls,
+    tile_calls,
+)
 from row_cases import COLUMNS, COLUMNS_ONCE, STRIDED, STRIDED_ONCE, beyond_few, crowds
 
 from jaxops import _kernel, _rows
+from jaxops.ops import _matmul_choice as choices
 
 ROW_OPS = (*LOGITS, *NORMS)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -221,6 +232,17 @@ def test_empty_epilogues(shape, memory):
     call = frames.Call("epilogue_bwd", (full, full), (full, sums, dbias), attributes)
     values = [np.ones(shape, np.float32)] * 2
     assert not frames.run("cuda", there, call, values, fill=0xFF)[2].any()
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", TILE_DTYPES)
+def test_products_without_terms(name, memory):
+    """k = 0: zeros, by every kind of kernel; no operand has memory."""
+    there = memory_of(memory, "cuda")
+    for tile in choices.TILES[name]:
+        call = matmul_call(name, tile, TILE_DTYPES[name], (300, 520, 0))
+        out = frames.run("cuda", there, call, [np.ones(b.shape, b.dtype) for b in call.operands], fill=0xFF)[0]
+        assert not out.any()
 
 
 @needs_cuda

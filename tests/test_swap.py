@@ -289,7 +289,7 @@ def gpt2():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("make", [bert, gpt2])
+@pytest.mark.parametrize("make", [bert, pytest.param(gpt2, marks=pytest.mark.slow)])
 def test_transformers(make):
     """Hugging Face's linen models: as many layers swapped as there are, and the same losses in training."""
     model, arguments, count = make()

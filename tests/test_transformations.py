@@ -97,7 +97,11 @@ OPTIONS = dict.fromkeys(("softmax", "log_softmax"), options_of_softmax)
 OPTIONS |= dict.fromkeys(("layer_norm", "rms_norm"), options_of_norm) | {"matmul": options_of_matmul}
 
 
-@pytest.mark.parametrize("op", OPTIONS)
+#: The others have the rules of one of these.
+FAMILIES = ("softmax", "layer_norm", "matmul")
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, marks=[pytest.mark.slow] * (op not in FAMILIES)) for op in OPTIONS])
 def test_second_derivatives_of_every_option(op, rng, x64):
     """Against differences, in both modes and all their compositions; all options in one function."""
     calls = OPTIONS[op](rng, op)
