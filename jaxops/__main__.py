@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 #: What the `demo` extra brings.
@@ -31,7 +32,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="few steps and small tables: about 20 seconds")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object and nothing else")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="directory for loss.png (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out"),
+        help="directory for loss.png, made if there is none (default: %(default)s)",
+    )
     parser.add_argument("--steps", type=_positive, help="training steps (default: 500, with --quick 30)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers, 0 to 2^31 - 1 (default: 0)")
     options = parser.parse_args(arguments)
@@ -39,6 +45,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"argument --seed: must be from 0 to 2^31 - 1, got {options.seed}")
     if options.steps is None:
         options.steps = 30 if options.quick else 500
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
+    except OSError as error:
+        parser.error(f"argument --out: cannot write into {options.out}: {error.strerror}")
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         parser.exit(2, f"python -m jaxops also needs {', '.join(missing)}: pip install '.[demo]' in jaxops' checkout\n")
     return options

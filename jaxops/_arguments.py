@@ -88,6 +88,25 @@ def precision(op: str, name: str, value: Any) -> Any:
     return value
 
 
+def is_epsilon(value: Any) -> bool:
+    """Whether the kernels take it as epsilon."""
+    try:
+        static_float("", "epsilon", value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def joint_dtype(op: str, **arrays: jax.Array | None) -> np.dtype:
+    """The dtype to which the arrays promote, but for those that are None."""
+    given = {name: value for name, value in arrays.items() if value is not None}
+    try:
+        return np.dtype(jnp.result_type(*given.values()))
+    except ValueError as error:  # under jax.numpy_dtype_promotion("strict")
+        listed = ", ".join(f"{name} {value.dtype}" for name, value in given.items())
+        raise type(error)(f"{op}: the dtypes of {listed} do not promote: {error}") from error
+
+
 def axes(op: str, axis: Any, ndim: int) -> tuple[int, ...]:
     """The axes as ascending, non-negative integers; None means all."""
     if axis is None:
@@ -134,6 +153,8 @@ def static_float(op: str, name: str, value: Any) -> float:
     """A finite, non-negative number known at trace time."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(f"{op}: {name} must be a Python number, got a traced array")
+    if isinstance(value, str | bytes | bytearray) or np.ndim(value):
+        raise TypeError(f"{op}: {name} must be a Python number, got {value!r:.100}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:

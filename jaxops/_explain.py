@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxops._kernel import HANDLERS, KERNELS
@@ -129,6 +130,11 @@ def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEq
             yield from _walk(program, times_inside, here)
 
 
+def _is_array(value: Any) -> bool:
+    """What is traced; others, such as an axis or a dtype, are options, which functions take as they are."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type | np.generic)
+
+
 def explain(function: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
     """Which of jaxops' kernels a function runs, with shapes, and the bytes and operations that they need at least.
 
@@ -137,7 +143,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
 
     Args:
       function: a function of arrays, jitted or not.
-      *args: its arguments; arrays or `jax.ShapeDtypeStruct`.
+      *args: its arguments: arrays or `jax.ShapeDtypeStruct`, in any structure; and options, which are not traced.
       platform: "cpu", "cuda", "rocm" or "tpu"; by default that of the default device.
       **kwargs: its keyword arguments.
 
@@ -161,8 +167,16 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
         raise ValueError(f"explain: platform must be one of {', '.join(_PLATFORMS)} or None, got {platform!r}")
     if platform is None:
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    traced = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def of_arrays(*arrays):
+        given = dict(zip(traced, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return function(*args, **kwargs)
+
     # A function of its own: what was traced before may have been traced under other settings.
-    jaxpr = jax.make_jaxpr(lambda *args, **kwargs: function(*args, **kwargs))(*args, **kwargs).jaxpr
+    jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced)).jaxpr
     calls, products = [], 0
     for equation, times, scope in _walk(jaxpr, 1, ""):
         name = equation.primitive.name

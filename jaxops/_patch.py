@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import functools
 import inspect
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -68,34 +67,60 @@ _ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax",
 _listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar("jaxops_patch", default=None)
 
 
-def _standardize(x, axis=-1, mean=None, variance=None, epsilon=1e-5, where=None):
-    simple = not isinstance(epsilon, jax.Array) and np.ndim(epsilon) == 0 and 0 <= epsilon < math.inf
-    if mean is not None or variance is not None or not simple:
-        return _ORIGINALS["standardize"](x, axis, mean, variance, epsilon, where)
+def _standardize(x, axis=-1, epsilon=1e-5, where=None, algorithm="stable"):
+    del algorithm  # that of the kernel is as exact as the stable one, and as fast as the fast one
     return layer_norm(x, axis=axis, epsilon=epsilon, where=where)
 
 
 _REPLACEMENTS = {"softmax": softmax, "log_softmax": log_softmax, "standardize": _standardize}
 
 
-def _takes(x: Any) -> bool:
-    return hasattr(x, "dtype") and (x.dtype.name in arguments.FLOATS or jnp.issubdtype(x.dtype, jnp.integer))
+def _is_number(epsilon: Any) -> bool:
+    """Whether it is one of Python's, which promote as weak types, and one that the kernels take."""
+    weak = isinstance(epsilon, int | float) and not isinstance(epsilon, np.generic)
+    return weak and arguments.is_epsilon(epsilon)
+
+
+def _are_axes(axis: Any, ndim: int) -> bool:
+    """False for names of mapped axes, and for axes out of bounds."""
+    try:
+        arguments.axes("", axis, ndim)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _takes(x: Any, axis: Any = -1, where: Any = None, epsilon: Any = 1e-5, algorithm: str = "stable", **others) -> bool:
+    """Whether jaxops computes such a call; others: options that it does not have, or their defaults."""
+    del where
+    known = hasattr(x, "dtype") and (x.dtype.name in arguments.FLOATS or jnp.issubdtype(x.dtype, jnp.integer))
+    plain = _is_number(epsilon) and algorithm in ("fast", "stable") and all(value is None for value in others.values())
+    return known and plain and _are_axes(axis, np.ndim(x))
 
 
 def _dispatch(name: str) -> Callable[..., jax.Array]:
     original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def patched(x, *args, **kwargs):
+    def patched(*args, **kwargs):
         listener = _listener.get()
-        # jax.nn's own: for another thread's scope, for jaxops' plain forms, for complex numbers and for bad arguments.
+        # jax.nn's own: for another thread's scope and for jaxops' plain forms.
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if listener is None or caller.startswith("jaxops.") or not _takes(x):
-            return original(x, *args, **kwargs)
+        if listener is None or caller.startswith("jaxops."):
+            return original(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return original(*args, **kwargs)  # which says what is wrong
+        if not _takes(**given):
+            return original(*args, **kwargs)
         listener(name)
-        return replacement(x, *args, **kwargs)
+        return replacement(
+            **{option: value for option, value in given.items() if value is not None or option == "axis"}
+        )
 
-    patched.__signature__ = inspect.signature(original)
+    patched.__signature__ = signature
     return patched
 
 
@@ -109,9 +134,10 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
     Replaces them in `jax.nn` and, if imported, in `flax.linen` and `flax.nnx`, for code that calls them there, and puts
     them back at the end of the scope, after an error too. Scopes nest; other threads keep jax.nn's functions meanwhile.
     Names that code imported before (`from jax.nn import softmax`) stay as they are, and so do functions that
-    :func:`jax.jit` traced before: it is the tracing that has to happen in the scope. Arrays that jaxops does not take
-    (complex, 8-bit floats) go to jax.nn, and so does `standardize` with a given mean or variance, or with an epsilon
-    that is an array or negative.
+    :func:`jax.jit` traced before: it is the tracing that has to happen in the scope. What jaxops does not take goes
+    to jax.nn: complex numbers, 8-bit floats, names of mapped axes, `standardize` with a given mean or variance, or with
+    an epsilon that is an array, one of NumPy's numbers, or negative. `standardize` computes the variance in the stable
+    way, whichever `algorithm` is asked for.
 
     Args:
       listener: called with the function's name for each call that runs on jaxops.

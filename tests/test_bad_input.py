@@ -339,6 +339,16 @@ def test_warnings_point_at_the_callers_line(call, monkeypatch):
     assert [w.filename for w in caught.list] == [__file__]
 
 
+@pytest.mark.parametrize("name", ["scale", "residual"])
+def test_strict_promotion_names_the_arguments(name):
+    x = {"scale": X[0], "residual": X}[name]
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        pytest.raises(ValueError, match=f"rms_norm: .* x bfloat16, {name} float32"),
+    ):
+        jaxops.rms_norm(X.astype(jnp.bfloat16), **{name: x})
+
+
 # --- what is accepted ---
 
 

@@ -70,6 +70,15 @@ def test_bad_arguments(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
+def test_out_that_cannot_be_written(tmp_path, capsys):
+    """Is said before anything is measured."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stopped:
+        demo.main(["--out", str(tmp_path / "file" / "plots")])
+    assert stopped.value.code == 2
+    assert "argument --out: cannot write into" in capsys.readouterr().err
+
+
 def test_missing_packages(monkeypatch, capsys):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optax" else found(name))

@@ -98,6 +98,8 @@ def norm_cases(op):
     yield case(ValueError, "epsilon must be finite and at least 0, got -1", op, X, epsilon=-1e-6)
     yield case(ValueError, "epsilon must be finite and at least 0, got nan", op, X, epsilon=float("nan"))
     yield case(ValueError, "epsilon must be finite and at least 0, got inf", op, X, epsilon=float("inf"))
+    yield case(TypeError, "epsilon must be a Python number, got '1e-6'", op, X, epsilon="1e-6")
+    yield case(TypeError, "epsilon must be a Python number, got array", op, X, epsilon=np.array([1e-6]))
     for name in ("scale", "bias") if op == "layer_norm" else ("scale",):
         shape = f"{name} must have the shape of the normalised axes"
         yield case(ValueError, rf"{shape}, \(4,\), got \(3,\)", op, X, **{name: jnp.ones(3)})

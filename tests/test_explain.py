@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxops
@@ -59,6 +60,15 @@ def test_table_of_one_call_with_symbolic_sizes():
     assert "32*m" in table and "the shape is symbolic" in table
 
 
+def test_options_are_not_traced():
+    found = jaxops.explain(jaxops.softmax, X, axis=0, dtype=jnp.float32, causal=True, where=jnp.ones((4, 8), bool))
+    assert "axes=(0,)" in found.calls[0].detail and found.calls[0].results == ("f32[4,8]",)
+    static = jax.jit(jaxops.softmax, static_argnames="axis")
+    assert "axes=(0,)" in jaxops.explain(static, X, axis=np.int64(0)).calls[0].detail
+    nested = jaxops.explain(lambda options: jaxops.layer_norm(**options), {"x": X, "epsilon": 1e-3})
+    assert "epsilon=0.001" in nested.calls[0].detail
+
+
 def test_gradients():
     kernels = [c.kernel for c in jaxops.explain(jax.grad(lambda x: jaxops.softmax(x).sum()), X).calls]
     assert kernels == ["softmax_fwd", "softmax_bwd"]
@@ -79,7 +89,7 @@ def test_loops_branches_and_products():
     def step(c, _):
         return jaxops.layer_norm(c), None
 
-    found = jaxops.explain(function, X, 3)
+    found = jaxops.explain(function, X, jnp.int32(3))
     times = {call.kernel: call.times for call in found.calls}
     assert times == {"layer_norm_fwd": 15, "rms_norm_fwd": None, "softmax_fwd": 1, "log_softmax_fwd": 1}
     assert found.xla_products == 1

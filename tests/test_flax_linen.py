@@ -65,6 +65,27 @@ def test_what_norms_leave_to_flax(rng, fallback):
     assert ["axis 'i'" in messages[0], "complex64" in messages[1], "mask" in messages[2]] == [True] * 3
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": jnp.complex64},
+        {"param_dtype": jnp.complex64},
+        {"epsilon": np.array([1e-5], np.float32)},
+        {"epsilon": -1e-3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layer", ["LayerNorm", "RMSNorm"])
+def test_attributes_without_a_kernel(rng, layer, options, fallback):
+    x = cases.draw(rng, (3, 8))
+    got, wanted = (getattr(library, layer)(**options).init_with_output(KEYS, x)[0] for library in (linen, nn))
+    assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(np.asarray(got, np.complex64), np.asarray(wanted, np.complex64))
+    model, report = linen.swap(getattr(nn, layer)(**options))
+    jax.eval_shape(model.init, KEYS, x)
+    assert "kernel" in report.kept[layer]
+
+
 @pytest.mark.parametrize("layer", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("axes", [{}, {"reduction_axes": 0}], ids=str)
 def test_residual(rng, layer, axes):
@@ -196,6 +217,19 @@ def test_cross_attention_and_names(rng):
     q, k, v = (cases.draw(rng, (2, n, 16)) for n in (5, 7, 7))
     ours, theirs = linen.MultiHeadAttention(num_heads=2), nn.MultiHeadAttention(num_heads=2)
     compare(rng, ours, theirs, q, k, v, launches=7, ulp=64, mask=cases.draw_mask(rng, 2, 2, 5, 7))
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 3, 3), (5, 1, 2, 3, 3)], ids=str)
+def test_masks_and_biases_of_more_batches(rng, shape):
+    """Than query, key and value have: these broadcast."""
+    q, k, v = (cases.draw(rng, (1, 3, 2, 4)) for _ in range(3))
+    mask, bias = jnp.asarray(rng.random(shape) < 0.7), cases.draw(rng, shape)
+    for options in ({"mask": mask}, {"bias": bias}, {"mask": mask, "bias": bias}):
+        got, wanted = (
+            cases.value_and_gradients(functools.partial(library.dot_product_attention, **options), q, k, v)
+            for library in (linen, nn)
+        )
+        cases.assert_same(got, wanted, ulp=32)
 
 
 def test_force_fp32_for_softmax_and_sown_weights(rng):

@@ -1,5 +1,7 @@
 """jaxops.patch_jax_nn."""
 
+import inspect
+import re
 import threading
 
 import contract
@@ -106,11 +108,48 @@ def test_what_stays_with_jax_nn(name, arguments):
         np.testing.assert_array_equal(getattr(jax.nn, name)(*arguments), wanted)
 
 
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_every_parameter_is_taken(name):
+    """Of the jax that is installed: `standardize` has an `algorithm` since 0.11."""
+    parameters = inspect.signature(ORIGINALS[name]).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    with jaxops.patch_jax_nn():
+        assert launches(lambda x: getattr(jax.nn, name)(x, **defaults), X) == 1
+        if "algorithm" in defaults:
+            got = [jax.nn.standardize(X, algorithm=algorithm) for algorithm in ("fast", "stable")]
+            np.testing.assert_array_equal(*got)
+            with pytest.raises(ValueError, match="algorithm"):
+                jax.nn.standardize(X, algorithm="other")
+
+
+@pytest.mark.parametrize("axis", ["i", ("i",), ("i", 0)], ids=str)
+def test_names_of_mapped_axes_stay_with_jax_nn(axis):
+    def mapped(softmax):
+        return jax.vmap(lambda x: softmax(x, axis=axis), axis_name="i")(X)
+
+    wanted = mapped(ORIGINALS["softmax"])
+    with jaxops.patch_jax_nn():
+        np.testing.assert_array_equal(mapped(jax.nn.softmax), wanted)
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 0, np.float32(1e-5), np.float64(1e-5), np.array(1e-5, np.float32)], ids=repr)
+def test_dtypes_are_those_of_jax_nn(epsilon):
+    """NumPy's numbers, unlike Python's, promote."""
+    x = X.astype(jnp.bfloat16)
+    wanted = jax.nn.standardize(x, epsilon=epsilon)
+    with jaxops.patch_jax_nn():
+        assert jax.nn.standardize(x, epsilon=epsilon).dtype == wanted.dtype
+
+
 def test_errors_are_those_of_jax_nn():
     with jaxops.patch_jax_nn(), pytest.raises(TypeError, match="requires ndarray or scalar arguments, got"):
         jax.nn.softmax([1.0, 2.0])
     with jaxops.patch_jax_nn(), pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
         jax.nn.standardize(X, foo=1)
+    with pytest.raises(Exception) as wanted:
+        jax.nn.standardize(X, axis=5)
+    with jaxops.patch_jax_nn(), pytest.raises(wanted.type, match=re.escape(str(wanted.value))):
+        jax.nn.standardize(X, axis=5)
 
 
 def test_plain_forms_do_not_come_back(monkeypatch):

@@ -199,6 +199,20 @@ def test_what_cannot_be_swapped():
         fast.swap(nn.Dense(2))
     with pytest.raises(TypeError, match="bound to variables"):
         linen.swap(nn.Dense(2).bind({}))
+    for library, layer in ((linen, nn.Dense), (fast, nnx.Linear)):
+        with pytest.raises(TypeError, match=f"model must be an instance, got the class {layer.__name__}"):
+            library.swap(layer)
+
+
+def test_linen_swaps_again():
+    model = nn.MultiHeadDotProductAttention(num_heads=2)
+    first, _ = linen.swap(model)
+    again, report = linen.swap(first, products=False)
+    assert type(again) is type(first) and again != first
+    x = jax.ShapeDtypeStruct((1, 5, 8), jnp.float32)
+    jax.eval_shape(again.init, KEY, x)
+    assert report.kept["query"] == "products=False"
+    assert linen.swap(again)[0] == first
 
 
 def nnx_model():

@@ -93,6 +93,12 @@ def _positions(where: str, name: str, value: Any) -> None:
         arguments.real_array(where, name, value)
 
 
+def instance(where: str, name: str, value: Any) -> None:
+    """Raises TypeError for a class."""
+    if isinstance(value, type):
+        raise TypeError(f"{where}: {name} must be an instance, got the class {value.__name__}")
+
+
 _CHECKS: dict[str, Callable[[str, str, Any], Any]] = {
     **dict.fromkeys(("query", "key", "value"), _heads),
     **dict.fromkeys(("bias", "mask"), _optional_array),

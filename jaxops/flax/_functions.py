@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxops import _arguments as arguments
 from jaxops.ops.layer_norm import layer_norm
@@ -32,13 +33,18 @@ def why_no_norm(layer: Any) -> str | None:
         return f"statistics over the mesh axis {layer.axis_name!r} have no kernel"
     if isinstance(layer.epsilon, jax.core.Tracer):
         return "a traced epsilon has no kernel"
+    if not arguments.is_epsilon(layer.epsilon):
+        return f"epsilon {layer.epsilon!r} has no kernel"
+    for dtype in (layer.dtype, layer.param_dtype):
+        if dtype is not None and np.dtype(dtype).name not in arguments.FLOATS:
+            return f"there is no kernel for {np.dtype(dtype)}"
     return None
 
 
 def why_no_norm_of(centred: bool, mask: jax.Array | None, *arrays: jax.Array | None) -> str | None:
     """Why a call with these x, scale and bias has no normalisation kernel; None: it has one."""
     for value in arrays:
-        if value is not None and jnp.iscomplexobj(value):
+        if value is not None and jnp.issubdtype(value.dtype, jnp.inexact) and value.dtype.name not in arguments.FLOATS:
             return f"there is no kernel for {value.dtype}"
     return None if centred or mask is None else "a mask has no kernel"
 
@@ -189,6 +195,7 @@ def weights_value(
     causal: the weights of keys after their query are 0.
     """
     value, rank = _heads_first(value), weights.ndim
+    value = jnp.broadcast_to(value, (*weights.shape[:-2], *value.shape[-2:]))  # a mask or bias may have more batches
     batch = tuple(range(rank - 2))
     product = _triangular(product, "lhs") if causal else product
     return _heads_first(product(weights, value, (((rank - 1,), (rank - 2,)), (batch, batch)), **options))

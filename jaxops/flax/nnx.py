@@ -464,6 +464,7 @@ def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_M
       layers/1  jaxops RMSNorm
       layers/2  jaxops Linear
     """
+    arguments.instance("swap", "model", model)
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"swap: model must be a flax.nnx module, got {type(model).__name__}; see jaxops.flax.linen.swap"

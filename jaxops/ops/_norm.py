@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxops import _arguments as arguments
 from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kernel_dtypes, promoted, sum_to
@@ -188,11 +187,10 @@ def apply(op, x, scale, bias, axis, epsilon, where, residual, dtype: Any):
             parameters[name] = value = arguments.real_array(op, name, value)
             if value.shape != shape:
                 raise ValueError(f"{op}: {name} must have the shape of the normalised axes, {shape}, got {value.shape}")
-    given = [value for value in parameters.values() if value is not None]
-    summands = [value for value in (x, residual) if value is not None]
-    total = np.dtype(jnp.result_type(*(np.dtype(value.dtype) for value in summands)))
-    result = arguments.result_dtype(op, dtype, jnp.result_type(*summands, *given) if dtype is None else None)
-    wide = accumulator(total, result, *(value.dtype for value in given))
+    total = arguments.joint_dtype(op, x=x, residual=residual)
+    default = arguments.joint_dtype(op, x=x, residual=residual, **parameters) if dtype is None else None
+    result = arguments.result_dtype(op, dtype, default)
+    wide = accumulator(total, result, *(value.dtype for value in parameters.values() if value is not None))
     expanded = [d if a in axes else 1 for a, d in enumerate(x.shape)]
     scale, bias = (None if value is None else value.astype(wide).reshape(expanded) for value in parameters.values())
     if where is not None:

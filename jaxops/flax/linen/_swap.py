@@ -221,6 +221,8 @@ def _swapped_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     It is kept on the class itself, so that both can be freed together.
     """
+    if "swap_report" in cls.__dict__:
+        return cls
     if (known := cls.__dict__.get("_jaxops_swapped")) is not None:
         return known
 
@@ -269,7 +271,7 @@ def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
     under `nn.jit` that the plain model traced in the same process stay plain: swap before the first call.
 
     Args:
-      model: a linen model, not bound to variables.
+      model: a linen model, not bound to variables; one that is swapped already gets a new report.
       products: also swap dense layers and the products of attention; False: leave matrix products to XLA.
 
     Returns:
@@ -290,6 +292,7 @@ def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
       layers_1  jaxops RMSNorm
       layers_2  jaxops Dense
     """
+    arguments.instance("swap", "model", model)
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"swap: model must be a flax.linen module, got {type(model).__name__}; see jaxops.flax.nnx.swap"
@@ -297,9 +300,9 @@ def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
     if model.scope is not None:
         raise TypeError("swap: model is bound to variables; swap it before `bind`")
     report = SwapReport()
-    attributes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
-    swapped = _swapped_class(type(model))
-    return swapped(**attributes, swap_report=report, swap_products=products, parent=None), report
+    attributes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
+    attributes |= {"swap_report": report, "swap_products": products, "parent": None}
+    return _swapped_class(type(model))(**attributes), report
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
