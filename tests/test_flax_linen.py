@@ -129,6 +129,15 @@ def test_dense(rng, case, dtype):
     compare(rng, linen.Dense(12, **options), nn.Dense(12, **options), x, rounding=rounding)
 
 
+@pytest.mark.parametrize("options", [{"dtype": jnp.complex64}, {"param_dtype": jnp.complex64}], ids=str)
+@pytest.mark.parametrize("layer", ["Dense", "DenseGeneral"])
+def test_complex_products(rng, layer, options, fallback):
+    x, options = cases.draw(rng, (3, 5, 16)), {"bias_init": nn.initializers.normal(), **options}
+    got, wanted = (getattr(library, layer)(12, **options).init_with_output(KEYS, x)[0] for library in (linen, nn))
+    assert got.dtype == wanted.dtype == np.complex64
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_exact", "silu"])
 def test_dense_activation(rng, activation):
     functions = {"gelu_exact": functools.partial(jax.nn.gelu, approximate=False)}

@@ -27,6 +27,11 @@ def canonical_axes(axes: int | Sequence[int], rank: int) -> tuple[int, ...]:
     return tuple(sorted({a % rank for a in given}))
 
 
+def has_kernel(x: jax.Array | None) -> bool:
+    """False for complex numbers and 8-bit floats; integers are promoted."""
+    return x is None or not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.name in arguments.FLOATS
+
+
 def why_no_norm(layer: Any) -> str | None:
     """Why a normalisation layer, of linen or nnx, has no kernel with its attributes; None: it has one."""
     if layer.axis_name is not None:
@@ -44,7 +49,7 @@ def why_no_norm(layer: Any) -> str | None:
 def why_no_norm_of(centred: bool, mask: jax.Array | None, *arrays: jax.Array | None) -> str | None:
     """Why a call with these x, scale and bias has no normalisation kernel; None: it has one."""
     for value in arrays:
-        if value is not None and jnp.issubdtype(value.dtype, jnp.inexact) and value.dtype.name not in arguments.FLOATS:
+        if not has_kernel(value):
             return f"there is no kernel for {value.dtype}"
     return None if centred or mask is None else "a mask has no kernel"
 
@@ -132,8 +137,9 @@ def contract(
     if preferred_element_type is None and bias is not None:  # a wider bias widens the result
         preferred_element_type = jnp.result_type(inputs, kernel, bias)
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-    if out_sharding is not None and (batch or len(axes) > 1 or len(features) > 1 or axes[0] != inputs.ndim - 1):
-        # The sharding is of the result's shape, which only dot_general has.
+    reshaped = batch or len(axes) > 1 or len(features) > 1 or axes[0] != inputs.ndim - 1
+    # An out_sharding is of the result's shape, which only dot_general has; complex and 8-bit biases have no kernel.
+    if (out_sharding is not None and reshaped) or (activation is None and not has_kernel(bias)):
         batch_numbers, kernel_axes = tuple(batch_axes), tuple(range(len(batch), len(batch) + len(axes)))
         out = dot_general(inputs, kernel, ((tuple(axes), kernel_axes), (batch_numbers, batch_numbers)), **options)
         return out if bias is None else out + bias.reshape(*batch, *(1 for _ in free), *features)
