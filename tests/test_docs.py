@@ -121,7 +121,7 @@ def test_figures_of_few_rows():
         }
         means = {direction: statistics.geometric_mean(found) for direction, found in ratios.items()}
         assert all(7 <= len(found) <= 9 for found in ratios.values())
-        assert f"{op} {means['forward']:.2f} and {means['backward']:.2f}" in text
+        assert f"| `{op}` | {means['forward']:.2f} | {means['backward']:.2f} |" in text
 
 
 def test_figures_of_products():
@@ -136,6 +136,23 @@ def test_figures_of_products():
     rows = [found["x".join([str(size)] * 3)] for size in (2048, 4096, 8192)]
     rates, ratios = ([float(row[name]) for row in rows] for name in ("ours", "ratio"))
     assert "{:.1f}, {:.1f} and {:.1f} TFLOP/s, {:.2f}, {:.2f} and {:.2f} times XLA's".format(*rates, *ratios) in text
+
+
+def test_figures_of_bfloat16_products():
+    """The README's table of bf16 products is that of the measurements that it names."""
+    found = {}
+    for op in ("matmul", "dense_gelu"):
+        with (ROOT / "benchmarks" / "results" / f"{op}.csv").open() as file:
+            for row in csv.DictReader(file):
+                if "2026-11-28T10:57" <= row["date"] < "2026-11-28T11:06" and row["direction"] == "forward":
+                    found[op, row["shape"]] = f"{float(row['ratio']):.2f}"
+    table = re.findall(
+        r"^\| (\d+x\d+x\d+) \| ([\d.]*) ?\| ([\d.]*) ?\|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(table) == 19
+    for shape, *cells in table:
+        assert cells == [found.get((op, shape), "") for op in ("matmul", "dense_gelu")]
+    assert all(float(ratio) >= 0.98 for (op, _), ratio in found.items() if op == "matmul")
 
 
 def test_figures_of_training():
