@@ -1,15 +1,12 @@
-"""Warnings, which point at the first line outside of jaxops and JAX."""
+"""Warnings, which point at the first line outside of jaxops, JAX and Flax."""
 
 from __future__ import annotations
 
-import pathlib
 import sys
 import threading
 import warnings
 
-import jax
-
-_INTERNAL = tuple(str(pathlib.Path(file).parent) + "/" for file in (__file__, jax.__file__))
+_INTERNAL = ("jaxops", "jax", "flax")
 
 
 class FallbackWarning(UserWarning):
@@ -23,7 +20,7 @@ _said_lock = threading.Lock()
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of the caller's code that led here."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

@@ -329,8 +329,9 @@ def test_an_ignored_preferred_element_type_is_said():
         lambda: jaxops.dot_general(SQUARE, SQUARE, (((1,), (0,)), ((), ())), preferred_element_type=np.float64),
         lambda: jaxops.matmul(jnp.ones((2, 2), np.int8), jnp.ones((2, 2), np.int8)),
         lambda: jax.jit(lambda x: jaxops.softmax(x + 1j))(X),
+        lambda: linen.RMSNorm(epsilon=-1e-3).init(jax.random.key(0), X),
     ],
-    ids=["softmax", "dot_general", "fallback", "inside jit"],
+    ids=["softmax", "dot_general", "fallback", "inside jit", "Flax"],
 )
 def test_warnings_point_at_the_callers_line(call, monkeypatch):
     monkeypatch.setattr(_warnings, "_said", set())
