@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxops._kernel import HANDLERS, KERNELS
@@ -132,7 +133,7 @@ def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEq
 
 def _is_array(value: Any) -> bool:
     """What is traced; others, such as an axis or a dtype, are options, which functions take as they are."""
-    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type | np.generic)
+    return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct | ShapedArray)
 
 
 def explain(function: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as flax_linen
 
 import jaxops
 from jaxops import _kernel
@@ -65,6 +66,8 @@ def test_options_are_not_traced():
     assert "axes=(0,)" in found.calls[0].detail and found.calls[0].results == ("f32[4,8]",)
     static = jax.jit(jaxops.softmax, static_argnames="axis")
     assert "axes=(0,)" in jaxops.explain(static, X, axis=np.int64(0)).calls[0].detail
+    module = flax_linen.Einsum((8, 5), "ab,bc->ac", dtype=jnp.float32)  # has a shape and a dtype, and is no array
+    assert not jaxops.explain(lambda m, x: m.init(jax.random.key(0), x), module, X).calls
     nested = jaxops.explain(lambda options: jaxops.layer_norm(**options), {"x": X, "epsilon": 1e-3})
     assert "epsilon=0.001" in nested.calls[0].detail
 

@@ -3,6 +3,7 @@
 import functools
 
 import contract
+import flax.errors
 import flax_cases as cases
 import jax
 import jax.numpy as jnp
@@ -226,6 +227,33 @@ def test_cross_attention_and_names(rng):
     q, k, v = (cases.draw(rng, (2, n, 16)) for n in (5, 7, 7))
     ours, theirs = linen.MultiHeadAttention(num_heads=2), nn.MultiHeadAttention(num_heads=2)
     compare(rng, ours, theirs, q, k, v, launches=7, ulp=64, mask=cases.draw_mask(rng, 2, 2, 5, 7))
+
+
+def test_parameters_of_another_attention():
+    """Are refused, or made, as by Flax's layer, also where the projections are one product."""
+    x = jnp.ones((2, 5, 8))
+    variables = nn.MultiHeadDotProductAttention(2).init(KEYS, x)
+    without = jax.tree.map(lambda x: x, variables)
+    del without["params"]["key"]["bias"]
+    layer = linen.MultiHeadDotProductAttention(2)
+    with pytest.raises(flax.errors.ScopeParamShapeError):
+        linen.MultiHeadDotProductAttention(4).apply(variables, x)
+    with pytest.raises(flax.errors.ScopeParamShapeError):
+        layer.apply(variables, x[..., :6])
+    with pytest.raises(flax.errors.ScopeParamNotFoundError):
+        layer.apply(without, x)
+    _, made = layer.apply({}, x, mutable=["params"], rngs=KEYS)
+    jax.tree.map(np.testing.assert_array_equal, made, variables)
+
+
+def test_weights_of_float64(x64):
+    q = jnp.ones((2, 3, 2, 4), jnp.float64)
+    for force in (False, True):
+        got, wanted = (
+            f(q, q, force_fp32_for_softmax=force)
+            for f in (linen.dot_product_attention_weights, nn.dot_product_attention_weights)
+        )
+        assert got.dtype == wanted.dtype
 
 
 @pytest.mark.parametrize("shape", [(5, 1, 3, 3), (5, 1, 2, 3, 3)], ids=str)

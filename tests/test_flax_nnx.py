@@ -165,6 +165,31 @@ def test_attention(rng, case):
     )
 
 
+def test_projections_that_differ(rng):
+    """Of fewer key and value heads; of a key without a bias, as in Whisper."""
+    x = cases.draw(rng, (2, 6, 16))
+    compare(rng, "MultiHeadAttention", x, num_heads=4, in_features=16, num_kv_heads=2, ulp=64, launches=None)
+    results = []
+    for library in (fast, nnx):
+        layer = library.MultiHeadAttention(num_heads=4, in_features=16, decode=False, rngs=nnx.Rngs(0))
+        layer.key.bias = nnx.data(None)
+        results.append(layer(x))
+    cases.assert_same(*results, ulp=64)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32", "bfloat16"), ("float16", "bfloat16", "float16")], ids=str)
+@pytest.mark.parametrize("layer", ["Linear", "LinearGeneral"])
+def test_preferred_element_type(rng, layer, dtypes):
+    """Of the product: the bias widens the result."""
+    x_dtype, param_dtype, preferred = dtypes
+    x = cases.draw(rng, (3, 8), x_dtype)
+    got, wanted = (
+        getattr(library, layer)(8, 4, preferred_element_type=preferred, param_dtype=param_dtype, rngs=nnx.Rngs(0))(x)
+        for library in (fast, nnx)
+    )
+    cases.assert_same(got, wanted, rounding="bfloat16")
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("heads", [4, 2, 1])
 def test_causal_and_grouped_attention(rng, heads, masked):

@@ -134,8 +134,9 @@ def contract(
     features = kernel.shape[len(batch) + len(axes) :]
     if (needed := kernel.shape[: len(batch) + len(axes)]) != tuple(inputs.shape[a] for a in (*batch_axes, *axes)):
         raise ValueError(f"inputs {inputs.shape} must have the kernel's sizes {needed} along {(*batch_axes, *axes)}")
-    if preferred_element_type is None and bias is not None:  # a wider bias widens the result
-        preferred_element_type = jnp.result_type(inputs, kernel, bias)
+    if bias is not None:  # a wider bias widens the result
+        product = jnp.result_type(inputs, kernel) if preferred_element_type is None else preferred_element_type
+        preferred_element_type = jnp.promote_types(product, bias.dtype)
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     reshaped = batch or len(axes) > 1 or len(features) > 1 or axes[0] != inputs.ndim - 1
     # An out_sharding is of the result's shape, which only dot_general has; complex and 8-bit biases have no kernel.

@@ -385,11 +385,19 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         layers = (self.query, self.key, self.value)
         if not all(type(layer) is LinearGeneral and _why_no_product(layer) is None for layer in layers):
             return {}
+        if any(_of_projection(layer) != _of_projection(layers[0]) for layer in layers):
+            return {}
         biases = [layer.bias[...] for layer in layers if layer.bias is not None]
         arrays = (inputs, *(layer.kernel[...] for layer in layers), *biases)
         inputs, *arrays = self.query.promote_dtype(arrays, dtype=self.query.dtype)
         found = _functions.contract_together(inputs, arrays[:3], arrays[3:] or None, precision=self.query.precision)
         return {id(layer): projection for layer, projection in zip(layers, found, strict=True)}
+
+
+def _of_projection(layer: nnx.LinearGeneral) -> tuple[Any, ...]:
+    """What projections must share to be computed together; key and value may have fewer heads than query."""
+    arrays = [(a.shape, a.dtype) if a is not None else None for a in (layer.kernel, layer.bias)]
+    return (*arrays, layer.axis, layer.dtype, layer.precision, layer.promote_dtype, layer.preferred_element_type)
 
 
 # Whole models

@@ -72,7 +72,7 @@ def dot_product_attention_weights(
     query, key = dtypes.promote_dtype(query, key, dtype=dtype)
     _check_query_key(query, key)
     score = _score("einsum", einsum, precision, einsum_dot_general, causal and mask is None)
-    wide = jnp.promote_types(query.dtype, jnp.float32) if force_fp32_for_softmax else query.dtype
+    wide = jnp.float32 if force_fp32_for_softmax else query.dtype
     weights = _functions.attention_weights(query, key, bias, mask, score=score, causal=causal, dtype=wide)
     dropout = _Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     change = _change(dropout, module, key.ndim - 2, query.dtype)
@@ -217,7 +217,7 @@ def dot_product_attention(
         score=score,
         mix=mix,
         causal=causal,
-        dtype=jnp.promote_types(query.dtype, jnp.float32) if force_fp32_for_softmax else query.dtype,
+        dtype=jnp.float32 if force_fp32_for_softmax else query.dtype,
         change=_change(dropout, module, key.ndim - 2, query.dtype),
     )
 
@@ -258,4 +258,9 @@ def is_causal_mask(mask: Any, query: jax.Array, key: jax.Array) -> bool:
     """Whether the mask is a result of nn.make_causal_mask in this scope, for these queries and keys."""
     known = _causal_masks.get()
     same = known is not None and mask is not None and known.get(id(mask)) is mask
-    return same and mask.shape[-2:] == (query.shape[-3], key.shape[-3])
+    if not same or mask.shape[-2:] != (query.shape[-3], key.shape[-3]):
+        return False
+    leading = (*query.shape[:-3], query.shape[-2])  # a mask of more batches gives results of more batches
+    return mask.ndim <= len(leading) + 2 and all(
+        size in (1, other) for size, other in zip(mask.shape[-3::-1], leading[::-1], strict=False)
+    )

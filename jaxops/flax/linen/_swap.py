@@ -45,7 +45,7 @@ def _projected_together(layer: nn.Module, inputs: Sequence[Any], options: Mappin
     """A scope in which the projections of an attention layer are one product if they all read the same inputs."""
     others = (*inputs[1:], options.get("inputs_k"), options.get("inputs_v"), options.get("inputs_kv"))
     together = not layer.is_initializing() and inputs and all(x is None or x is inputs[0] for x in others)
-    token = _projections.set({"of": layer} if together else None)
+    token = _projections.set({"of": layer, "inputs": inputs[0]} if together else None)
     try:
         yield
     finally:
@@ -58,20 +58,30 @@ def _attention(self: Any, *inputs: Any, products: bool = True, **options: Any) -
         return raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=attend), *inputs, **options)
 
 
-#: The projections of the attention that runs, by the layer's name, once they are computed; "of": the attention.
+#: The projections of the attention that runs, by the layer's name, once they are computed; "of": the attention; its
+#: "inputs".
 _projections: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "jaxops_linen_projections", default=None
 )
 
 
 def _project(self: Any, inputs: jax.Array) -> jax.Array:
-    """A dense layer; those of self-attention that read the same inputs are one product."""
+    """A dense layer; those of self-attention that read the same inputs are one product.
+
+    Where parameters are missing, or not what the layers make, the layer goes its own way, and says so as Flax does.
+    """
     known, names = _projections.get(), ("query", "key", "value")
-    if known is None or self.name not in names or self.parent is not known["of"]:
+    if known is None or self.name not in names or self.parent is not known["of"] or inputs is not known["inputs"]:
         return dense_general(self, inputs)
     if self.name not in known:
         leaves = ("kernel", "bias") if self.use_bias else ("kernel",)
-        parameters = [meta.unbox(self.parent.get_variable("params", name)) for name in names]
+        parameters = [meta.unbox(self.parent.get_variable("params", name)) or {} for name in names]
+        kernel = (inputs.shape[-1], *self.features)
+        wanted = dict(zip(leaves, (kernel, kernel[1:]), strict=False))
+        if not all({leaf: value.shape for leaf, value in p.items()} == wanted for p in parameters) or any(
+            p[leaf].dtype != parameters[0][leaf].dtype for p in parameters for leaf in leaves
+        ):
+            return dense_general(self, inputs)
         inputs, *arrays = self.promote_dtype(
             inputs, *(p[leaf] for leaf in leaves for p in parameters), dtype=self.dtype
         )
@@ -139,12 +149,16 @@ class _Interceptor:
         path = "/".join(module.path) or type(module).__name__
         swap = _SWAPS.get(context.orig_method.func)
         why = None if swap is None else swap.why_not(module)
+        innermost = _scope.get() is self.scope  # else it is for the scope inside this one to swap
+        if innermost and next_method is not context.orig_method:
+            why = why or "another interceptor runs inside the swap"
         if swap is not None and not self.scope.products:
             why = why or ("products=False" if swap.why_not is why_no_product else None)
-            kwargs = {**kwargs, "products": False} if swap.call is _attention and why is None else kwargs
         if swap is not None and why is None:
             report.swapped[path] = type(module).__name__
-            next_method = functools.partial(swap.call, module)
+            if innermost:
+                options = {"products": self.scope.products} if swap.call is _attention else {}
+                next_method = functools.partial(swap.call, module, **options)
         self.scope.paths.append(path)
         try:
             out = next_method(*args, **kwargs)
@@ -204,58 +218,79 @@ def swapped(*, functions: bool = True, products: bool = True) -> Iterator[SwapRe
 @contextlib.contextmanager
 def _swapped(report: SwapReport, functions: bool, products: bool) -> Iterator[None]:
     scope = _Scope(report, products)
+    with _layers_swapped(scope), known_causal_masks(), contextlib.ExitStack() as stack:
+        if functions:
+            stack.enter_context(patch_jax_nn(scope.note_function))
+        yield
+
+
+@contextlib.contextmanager
+def _layers_swapped(scope: _Scope) -> Iterator[None]:
     token = _scope.set(scope)
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(nn.intercept_methods(_Interceptor(scope)))
-            stack.enter_context(known_causal_masks())
-            if functions:
-                stack.enter_context(patch_jax_nn(scope.note_function))
+        with nn.intercept_methods(_Interceptor(scope)):
             yield
     finally:
         _scope.reset(token)
 
 
-def _swapped_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _swapped_class(cls: type[nn.Module], products: bool) -> type[nn.Module]:
     """The class of the swapped models of a class: the same fields, and the report; one class for equal models.
 
     It is kept on the class itself, so that both can be freed together.
     """
-    if "swap_report" in cls.__dict__:
-        return cls
-    if (known := cls.__dict__.get("_jaxops_swapped")) is not None:
-        return known
+    if "swap_report" in cls.__dict__:  # it is such a class
+        cls = cls.__bases__[0]
+    if "_jaxops_swapped" not in cls.__dict__:
+        cls._jaxops_swapped = {}
+    if products in cls._jaxops_swapped:
+        return cls._jaxops_swapped[products]
 
-    def call(self, fun, args, kwargs):
-        scope = _scope.get()
-        if scope is not None and scope.report is self.swap_report:
-            return cls._call_wrapped_method(self, fun, args, kwargs)
-        with _swapped(self.swap_report, functions=True, products=self.swap_products):
-            return cls._call_wrapped_method(self, fun, args, kwargs)
+    def within(method):
+        @functools.wraps(method)
+        def call(self, *args, **kwargs):
+            scope = _scope.get()
+            if scope is not None and self.swap_report in (None, scope.report):
+                return method(self, *args, **kwargs)
+            with _swapped(self.swap_report or SwapReport(), functions=True, products=products):
+                return method(self, *args, **kwargs)
 
-    report = dataclasses.field(default=None, compare=False, repr=False, kw_only=True)
+        return call
+
+    def clone(self, **options):
+        return _with_report(cls.clone(self, **options), self.swap_report)
+
+    # No argument of __init__: Flax's transforms give those to the class that they were made of.
+    report = dataclasses.field(default=None, init=False, compare=False, repr=False)
     body = {
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
-        "__annotations__": {"swap_report": Any, "swap_products": bool},
+        "__annotations__": {"swap_report": Any},
         "swap_report": report,
-        "swap_products": dataclasses.field(default=True, repr=False, kw_only=True),
     }
     made = type(cls)(cls.__name__, (cls,), body)
 
     def reduce(self, protocol):
         """For pickle, which looks for classes by name and would find `cls`."""
         _, _, *state = super(made, self).__reduce_ex__(protocol)
-        return _new_swapped, (cls,), *state
+        return _new_swapped, (cls, products), *state
 
-    made._call_wrapped_method, made.__reduce_ex__ = call, reduce  # not in the body, whose functions linen wraps
-    cls._jaxops_swapped = made
+    # Not in the body, whose functions linen wraps.
+    made.__reduce_ex__, made.clone = reduce, clone
+    for name in ("_call_wrapped_method", "apply", "init", "init_with_output"):
+        setattr(made, name, within(getattr(cls, name)))
+    cls._jaxops_swapped[products] = made
     return made
 
 
-def _new_swapped(cls: type[nn.Module]) -> nn.Module:
-    return object.__new__(_swapped_class(cls))
+def _with_report(model: _Model, report: SwapReport | None) -> _Model:
+    object.__setattr__(model, "swap_report", report)  # linen's modules are frozen
+    return model
+
+
+def _new_swapped(cls: type[nn.Module], products: bool) -> nn.Module:
+    return object.__new__(_swapped_class(cls, products))
 
 
 @arguments.checked
@@ -268,7 +303,9 @@ def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
     the attention layers, subclasses that do not define `__call__`, and the calls of `jax.nn.softmax`, `log_softmax`
     and `standardize` that its code makes. Layers with a `dot_general` or `attention_fn` of their own, or statistics
     over a mesh axis, stay Flax's. A mask straight from `nn.make_causal_mask` is recognised, and not read. Functions
-    under `nn.jit` that the plain model traced in the same process stay plain: swap before the first call.
+    under `nn.jit` that the plain model traced in the same process stay plain: swap before the first call. Parts of a
+    bound model that are called themselves, `model.bind(variables).part(x)`, and functions given to `nn.apply` are
+    Flax's, and so is a layer around which the model enters `nn.intercept_methods`.
 
     Args:
       model: a linen model, not bound to variables; one that is swapped already gets a new report.
@@ -300,9 +337,9 @@ def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
     if model.scope is not None:
         raise TypeError("swap: model is bound to variables; swap it before `bind`")
     report = SwapReport()
-    attributes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
-    attributes |= {"swap_report": report, "swap_products": products, "parent": None}
-    return _swapped_class(type(model))(**attributes), report
+    attributes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
+    swapped = _swapped_class(type(model), products)(**attributes, parent=None)
+    return _with_report(swapped, report), report
 
 
 class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
@@ -324,7 +361,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """As Flax's: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
-        with _projected_together(self, args, kwargs), nn.intercept_methods(_Interceptor(_Scope(SwapReport()))):
+        with _projected_together(self, args, kwargs), _layers_swapped(_Scope(SwapReport())):
             return raw(nn.MultiHeadDotProductAttention)(self, *args, **kwargs)
 
 
