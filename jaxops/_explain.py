@@ -89,7 +89,7 @@ class Explanation:
     __repr__ = __str__
 
 
-def _quantity(number: int) -> str:
+def _quantity(number: Any) -> str:
     """Three digits and a decimal prefix; a symbolic number as it is."""
     if not isinstance(number, int):
         return f"{number} "

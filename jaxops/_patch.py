@@ -75,27 +75,20 @@ def _standardize(x, axis=-1, epsilon=1e-5, where=None, algorithm="stable"):
 _REPLACEMENTS = {"softmax": softmax, "log_softmax": log_softmax, "standardize": _standardize}
 
 
-def _is_number(epsilon: Any) -> bool:
-    """Whether it is one of Python's, which promote as weak types, and one that the kernels take."""
-    weak = isinstance(epsilon, int | float) and not isinstance(epsilon, np.generic)
-    return weak and arguments.is_epsilon(epsilon)
-
-
-def _are_axes(axis: Any, ndim: int) -> bool:
-    """False for names of mapped axes, and for axes out of bounds."""
-    try:
-        arguments.axes("", axis, ndim)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _takes(x: Any, axis: Any = -1, where: Any = None, epsilon: Any = 1e-5, algorithm: str = "stable", **others) -> bool:
     """Whether jaxops computes such a call; others: options that it does not have, or their defaults."""
     del where
-    known = hasattr(x, "dtype") and (x.dtype.name in arguments.FLOATS or jnp.issubdtype(x.dtype, jnp.integer))
-    plain = _is_number(epsilon) and algorithm in ("fast", "stable") and all(value is None for value in others.values())
-    return known and plain and _are_axes(axis, np.ndim(x))
+    # NumPy's numbers promote, Python's are weakly typed; axes may be names of mapped ones.
+    return (
+        hasattr(x, "dtype")
+        and (x.dtype.name in arguments.FLOATS or jnp.issubdtype(x.dtype, jnp.integer))
+        and arguments.passes(arguments.axes, axis, np.ndim(x))
+        and isinstance(epsilon, int | float)
+        and not isinstance(epsilon, np.generic)
+        and arguments.passes(arguments.static_float, "epsilon", epsilon)
+        and algorithm in ("fast", "stable")
+        and all(value is None for value in others.values())
+    )
 
 
 def _dispatch(name: str) -> Callable[..., jax.Array]:

@@ -93,10 +93,14 @@ def _positions(where: str, name: str, value: Any) -> None:
         arguments.real_array(where, name, value)
 
 
-def instance(where: str, name: str, value: Any) -> None:
-    """Raises TypeError for a class."""
+def model(value: Any, module: type, library: str, other: str) -> None:
+    """Raises TypeError unless the value is a model of the library, whose base class of modules is given."""
     if isinstance(value, type):
-        raise TypeError(f"{where}: {name} must be an instance, got the class {value.__name__}")
+        raise TypeError(f"swap: model must be an instance, got the class {value.__name__}")
+    if not isinstance(value, module):
+        raise TypeError(
+            f"swap: model must be a flax.{library} module, got {type(value).__name__}; see jaxops.flax.{other}.swap"
+        )
 
 
 _CHECKS: dict[str, Callable[[str, str, Any], Any]] = {

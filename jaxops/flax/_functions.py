@@ -38,7 +38,7 @@ def why_no_norm(layer: Any) -> str | None:
         return f"statistics over the mesh axis {layer.axis_name!r} have no kernel"
     if isinstance(layer.epsilon, jax.core.Tracer):
         return "a traced epsilon has no kernel"
-    if not arguments.is_epsilon(layer.epsilon):
+    if not arguments.passes(arguments.static_float, "epsilon", layer.epsilon):
         return f"epsilon {layer.epsilon!r} has no kernel"
     for dtype in (layer.dtype, layer.param_dtype):
         if dtype is not None and np.dtype(dtype).name not in arguments.FLOATS:

@@ -383,9 +383,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def _project(self, inputs: jax.Array) -> dict[int, jax.Array]:
         layers = (self.query, self.key, self.value)
-        if not all(type(layer) is LinearGeneral and _why_no_product(layer) is None for layer in layers):
-            return {}
-        if any(_of_projection(layer) != _of_projection(layers[0]) for layer in layers):
+        ours = all(type(layer) is LinearGeneral and _why_no_product(layer) is None for layer in layers)
+        if not ours or any(_of_projection(layer) != _of_projection(layers[0]) for layer in layers):
             return {}
         biases = [layer.bias[...] for layer in layers if layer.bias is not None]
         arrays = (inputs, *(layer.kernel[...] for layer in layers), *biases)
@@ -472,11 +471,7 @@ def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_M
       layers/1  jaxops RMSNorm
       layers/2  jaxops Linear
     """
-    arguments.instance("swap", "model", model)
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"swap: model must be a flax.nnx module, got {type(model).__name__}; see jaxops.flax.linen.swap"
-        )
+    arguments.model(model, nnx.Module, "nnx", other="linen")
     model = nnx.clone(model) if copy else model
     report = SwapReport()
     for path, layer in list(nnx.iter_modules(model)):

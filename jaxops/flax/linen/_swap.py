@@ -58,8 +58,8 @@ def _attention(self: Any, *inputs: Any, products: bool = True, **options: Any) -
         return raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=attend), *inputs, **options)
 
 
-#: The projections of the attention that runs, by the layer's name, once they are computed; "of": the attention; its
-#: "inputs".
+#: The projections of the attention that runs, by the layer's name, once they are computed; "of": the attention;
+#: "inputs": what they read.
 _projections: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "jaxops_linen_projections", default=None
 )
@@ -76,11 +76,10 @@ def _project(self: Any, inputs: jax.Array) -> jax.Array:
     if self.name not in known:
         leaves = ("kernel", "bias") if self.use_bias else ("kernel",)
         parameters = [meta.unbox(self.parent.get_variable("params", name)) or {} for name in names]
+        types = [{leaf: (value.shape, value.dtype) for leaf, value in p.items()} for p in parameters]
         kernel = (inputs.shape[-1], *self.features)
         wanted = dict(zip(leaves, (kernel, kernel[1:]), strict=False))
-        if not all({leaf: value.shape for leaf, value in p.items()} == wanted for p in parameters) or any(
-            p[leaf].dtype != parameters[0][leaf].dtype for p in parameters for leaf in leaves
-        ):
+        if {leaf: shape for leaf, (shape, _) in types[0].items()} != wanted or any(t != types[0] for t in types):
             return dense_general(self, inputs)
         inputs, *arrays = self.promote_dtype(
             inputs, *(p[leaf] for leaf in leaves for p in parameters), dtype=self.dtype
@@ -329,11 +328,7 @@ def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
       layers_1  jaxops RMSNorm
       layers_2  jaxops Dense
     """
-    arguments.instance("swap", "model", model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"swap: model must be a flax.linen module, got {type(model).__name__}; see jaxops.flax.nnx.swap"
-        )
+    arguments.model(model, nn.Module, "linen", other="nnx")
     if model.scope is not None:
         raise TypeError("swap: model is bound to variables; swap it before `bind`")
     report = SwapReport()
