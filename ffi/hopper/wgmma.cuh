@@ -44,6 +44,21 @@ template <int kPending>
 __device__ void WaitProducts() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+// Products in flight write their sums, and read operands in registers, behind the compiler's back. After WaitProducts:
+// what is read of the sums from here on is not read earlier, and the operands have kept their registers until here.
+template <class T, int kRows, int kColumns>
+__device__ void Settle(T (&registers)[kRows][kColumns]) {
+#pragma unroll
+  for (auto& row : registers)
+#pragma unroll
+    for (T& value : row) {
+      if constexpr (std::is_same_v<T, float>) {
+        asm volatile("" : "+f"(value)::"memory");
+      } else {
+        asm volatile("" : "+r"(value)::"memory");
+      }
+    }
+}
 
 // clang-format off
 #define JAXOPS_N0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"

@@ -438,12 +438,14 @@ kernel = _MatmulKernel("matmul", plain_on=("cpu",))
 def _product(spec, scale, like, lhs, lhs_transposed, rhs, rhs_transposed, counts, triangle):
     """scale lhs @ rhs as the cotangent of `like`: of its dtype, summed over batch axes along which it broadcasts."""
     if lhs.dtype != rhs.dtype:
-        eight_bits = [x.dtype.itemsize == 1 for x in (lhs, rhs)]
-        wide = promoted(*(x.dtype for x, eight in zip((lhs, rhs), eight_bits, strict=True) if not eight))
+        has_algorithm = not isinstance(spec.precision, tuple)
+        if has_algorithm and like.dtype.itemsize == 2:  # to which it rounds the cotangent, as XLA's dot would
+            wide = like.dtype
+        else:
+            wide = promoted(*(x.dtype for x in (lhs, rhs) if x.dtype.itemsize > 1))
+            if has_algorithm:  # of 8 bits, which hold no cotangent. TF32 keeps as many bits as bf16 has.
+                spec = spec._replace(precision=precision_of(lax.Precision.DEFAULT))
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
-        if not isinstance(spec.precision, tuple):
-            # An algorithm is of narrower dtypes, and at best rounds the cotangent to them. TF32 keeps as many bits.
-            spec = spec._replace(precision=precision_of(lax.Precision.DEFAULT))
     product = Spec(lhs_transposed, rhs_transposed, np.dtype(lhs.dtype), None, spec.precision, counts, triangle=triangle)
     batch, *_ = product.sizes(lhs, rhs)
     if like.dtype != lhs.dtype or any(a != b for a, b in zip(batch, like.shape, strict=False)):

@@ -228,6 +228,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
         if constexpr (P::kPromotes) {
           if (++since == arguments.promote || i + 1 == depth) {
             hopper::WaitProducts<0>();
+            hopper::Settle(sums);
             release(pending);
 #pragma unroll
             for (int block = 0; block < kBlocks; ++block)
@@ -245,6 +246,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
     }
     if constexpr (Tile::kPingPong) hopper::NamedArrive(kTurn + 1 - warpgroup, 2 * kWarpgroup);
     hopper::WaitProducts<0>();
+    hopper::Settle(sums);
     if (pending >= 0) release(pending);
     store.AwaitBias();
     auto& results = Either<P::kPromotes>(sums, promoted);

@@ -151,8 +151,10 @@ __device__ void MultiplyParts(const WgmmaArguments& arguments, const Ring<Tile>&
         multiply.template operator()<float>(true);
       }
       hopper::WaitProducts<1>();
+      hopper::Settle(mixed);
       promote(mixed, kLowScale);
       hopper::WaitProducts<0>();
+      hopper::Settle(high);
       release();
       promote(high, 1);
     }

@@ -52,6 +52,9 @@ class TurnedFragments {
     hopper::CommitProducts();
   }
 
+  // After hopper::WaitProducts.
+  __device__ void Settle() { hopper::Settle(values_); }
+
  private:
   static __device__ int Warp() { return threadIdx.x % kWarpgroup / 32; }
   static __device__ int Group() { return threadIdx.x % 32 / 4; }
@@ -148,12 +151,13 @@ __device__ void MultiplyTurned(const WgmmaArguments& arguments, const Ring<Tile>
     const int depth = work.last - work.first;
     const TurnedStore<P> store(arguments.problem, work, work.column + warpgroup * kColumns + TurnedFragments::Column());
     // The products of k tile i run while the next one's fragments are read.
-    const auto multiply = [&](int i, const TurnedFragments& own, TurnedFragments& next) {
+    const auto multiply = [&](int i, TurnedFragments& own, TurnedFragments& next) {
       const int stage = place.stage;
       own.Multiply<kRows>(ring.Lhs(stage), sums[0], i > 0);
       place.Advance();
       if (i + 1 < depth) load(next);
       hopper::WaitProducts<0>();
+      own.Settle();
       release(stage);
     };
     load(even);
@@ -161,6 +165,7 @@ __device__ void MultiplyTurned(const WgmmaArguments& arguments, const Ring<Tile>
       multiply(i, even, odd);
       if (i + 1 < depth) multiply(i + 1, odd, even);
     }
+    hopper::Settle(sums);
     if constexpr (Tile::kMostParts > 1) {
       if (arguments.summed() && !SumCluster(arguments, ring, warpgroup, sums)) return;
     }
