@@ -281,7 +281,7 @@ def test_gradients_of_fp8(rng):
     ids=str,
 )
 def test_gradients_under_dot_algorithms(dtypes, preset, result, rng):
-    """A cotangent of more bits is rounded to 16, as by XLA's dot, but not to 8; a GPU's program has no wider product."""
+    """A cotangent of more bits is rounded to 16, as by XLA's dot, but not to 8; then no product for a GPU is wider."""
     numbers = (((1,), (0,)), ((), ()))
     a, b = normal(rng, (6, 8), dtypes[0]), normal(rng, (8, 5), dtypes[1])
     tiny = 1e-9 if dtypes in EIGHT_BITS else 1e-4  # in 8 bits it would be 0

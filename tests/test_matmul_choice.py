@@ -58,6 +58,8 @@ def test_a_choice_depends_on_nothing_but_the_product_and_the_device():
     assert choices.choose(large, H200).kernel == "wgmma"
     assert choices.choose(product(16, 16, 16), H200).kernel == "xla"
     assert choices.choose(large, Device("8.0", 108)).kernel == "xla"
+    assert choices.choose(product(1 << 30, 16, 16, "f8"), H200).kernel == "wgmma"
+    assert choices.choose(product(1 << 31, 16, 16, "f8"), H200).kernel == "xla"
     assert choices.choose(product(4095, 4097, 4093), Device("8.0", 108)).kernel == "general"
     assert "tile" in str(choices.choose(large, H200))
 

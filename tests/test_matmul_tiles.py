@@ -108,7 +108,7 @@ class Case(NamedTuple):
     layout: str = "NN"
     result: str = ""
     batches: tuple[int, int] = ()  # of lhs and of rhs
-    bias: bool = False
+    bias: str = ""  # the axes that it does not broadcast along: "m", "n" or "mn"
     activation: str | None = None
     preactivation: bool = False
     scaled: bool = False
@@ -133,13 +133,14 @@ class Case(NamedTuple):
         if self.scaled:
             drawn.append(np.full((*(max(self.batches) for _ in ones), 1, 1), 0.37, wide))
         if self.bias:
-            drawn.append(rng.standard_normal((*ones, 1, self.n)).astype(wide))
+            own = (size if axis in self.bias else 1 for axis, size in (("m", self.m), ("n", self.n)))
+            drawn.append(rng.standard_normal((*ones, *own)).astype(wide))
         return drawn
 
     def _rest(self, rest):
         """Scale and bias, None where there is none."""
         rest = iter(rest)
-        return [next(rest) if given else None for given in (self.scaled, self.bias)]
+        return [next(rest) if given else None for given in (self.scaled, self.bias != "")]
 
     def run(self, operands: Operands, lhs, rhs, *rest) -> list[jax.Array]:
         transposed = (self.layout[0] == "T", self.layout[1] == "T")
@@ -230,13 +231,16 @@ def test_epilogues(operands, plan, force, rng):
         )
         for result in operands.results
         for bias, activation, preactivation, scaled in (
-            (True, None, False, False),
-            (True, "relu", True, False),
-            (True, "gelu", False, True),
-            (False, "gelu", True, False),
-            (True, "gelu_exact", True, False),
-            (True, "silu", True, True),
-            (False, None, False, True),
+            ("n", None, False, False),
+            ("n", "relu", True, False),
+            ("n", "gelu", False, True),
+            ("", "gelu", True, False),
+            ("n", "gelu_exact", True, False),
+            ("n", "silu", True, True),
+            ("", None, False, True),
+            ("m", None, False, False),
+            ("mn", None, False, False),
+            ("mn", "silu", True, True),
         )
     ]
     check(operands, [case for case in cases if fits(case, operands, plan)], rng)
@@ -246,7 +250,7 @@ def test_epilogues(operands, plan, force, rng):
 def test_batches(operands, plan, force, rng):
     force(plan)
     cases = [
-        Case(m, n, k, layout, result, batches, finished, "gelu" if finished else None, False, finished, wide=wide)
+        Case(m, n, k, layout, result, batches, *(("n", "gelu", False, True) if finished else ()), wide=wide)
         for wide in {False, operands.arithmetic == "f32"}
         for m, n, k in ((130, 264, 704), (31, 129, 653), (13, 264, 1096), (30, 72, 518), (22, 264, 1096))
         for layout in ("NN", "NT", "TN", "TT")
@@ -345,6 +349,7 @@ def test_full_precision_whatever_the_exponents(operands, plan, layout, force, rn
         ("huge by tiny", np.ldexp(lhs, 124), np.ldexp(rhs, -110)),
         ("huge by plain", np.ldexp(lhs, 116), rhs),
         ("some huge", np.where(rng.random(lhs.shape) < 1e-3, np.ldexp(lhs, 115), lhs), rhs),
+        ("huge beside tiny", np.ldexp(lhs, np.where(rows == rows.max(), 115, rows - 40)), np.ldexp(rhs, -10)),
     ):
         a, b = a.astype(np.float32), b.astype(np.float32)
         (got,) = jax.jit(functools.partial(case.run, operands))(a, b)
@@ -391,14 +396,14 @@ def test_400_launches_give_the_same_bits(operands, plan, force, rng):
     odd = 2 if any(plan.in_pieces) else 0
     m = plan.tile.rows if small else 1160 + odd
     layouts = ("NN", "NT") if small or plan.tile.lhs_along_k else ("NN", "TT")
-    finished = (False, None, False) if plan.partials else (True, "gelu", True)
+    finished = ("", None, False) if plan.partials else ("n", "gelu", True)
     columns = 17000 if small else 1032  # more tiles than blocks run at once
     cases = [
         Case(m, columns, 1096 + odd, layout, result, (), *options, wide=wide)
         for wide in {False, operands.arithmetic == "f32"}
         for layout in layouts
         for result in operands.results
-        for options in {(False, None, False), finished}
+        for options in {("", None, False), finished}
     ]
     launch_400_times(operands, [case for case in cases if fits(case, operands, plan)], rng)
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <limits>
+#include <mutex>
 
 #include "core/handler.h"
 
@@ -21,12 +22,26 @@ struct Grid {
   size_t shared_bytes = 0;  // dynamic shared memory
 };
 
-// What a kernel needs before it is launched on a grid, or asked about it. Up to 48 KiB of shared memory together with
-// the kernel's static share need no leave.
+// Up to 48 KiB of shared memory together with a kernel's static share need no leave.
+inline bool NeedsLeave(const Grid& grid) { return grid.shared_bytes > 16 << 10; }
+// A leave is the kernel's, not the call's: whoever needs one holds this until it has launched, as another thread may
+// ask for less for the same kernel.
+class Leave {
+ public:
+  explicit Leave(const Grid& grid) : lock_(mutex_, std::defer_lock) {
+    if (NeedsLeave(grid)) lock_.lock();
+  }
+
+ private:
+  static inline std::mutex mutex_;
+  std::unique_lock<std::mutex> lock_;
+};
+
+// What a kernel needs before it is launched on a grid, or asked about it.
 template <class... Parameters>
 cudaError_t Prepare(void (*kernel)(Parameters...), const Grid& grid) {
   cudaError_t status = cudaSuccess;
-  if (grid.shared_bytes > 16 << 10) {
+  if (NeedsLeave(grid)) {
     status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared_bytes));
   }
@@ -58,6 +73,7 @@ cudaError_t Launch(cudaStream_t stream, void (*kernel)(Parameters...), const Gri
                    const Arguments&... arguments) {
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
+  const Leave leave(grid);
   if (const cudaError_t status = Prepare(kernel, grid); status != cudaSuccess) return status;
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = Configuration(grid, stream, &attribute);
@@ -93,6 +109,7 @@ inline cudaError_t CountMultiprocessors(int* count) {
 template <class... Parameters>
 int ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
   int count = 0, multiprocessors = 0;
+  const Leave leave(grid);
   if (Prepare(kernel, grid) != cudaSuccess) return 0;
   if (grid.cluster > 1) {
     grid.blocks = grid.cluster;

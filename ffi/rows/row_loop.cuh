@@ -430,8 +430,8 @@ bool LaunchStreamPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::
         using RowType = LoopRow<P, kV, kLay, A, Op>;
         const auto kernel = RowStreamKernel<P, kV, kLay, A, Op>;
         Grid grid = {0, P::kThreads, P::kCluster, static_cast<size_t>(RowType::SharedBytes(op.Inputs()))};
-        static PerDevice resident;
-        int64_t clusters = resident.Get([&] { return ResidentClusters(kernel, grid); });
+        static PerDevice resident[4];  // with so many inputs
+        int64_t clusters = resident[op.Inputs()].Get([&] { return ResidentClusters(kernel, grid); });
         if (kLay == Lay::kShifted) {  // a thread's rows must begin at the same place in a pack
           int64_t alike = 1;
           while (alike * P::kTeams * layouts.rows.strides[0][0] % kV) ++alike;

@@ -199,8 +199,10 @@ _PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
 #: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, to rows that are aligned to 16
 #: bytes or not, and others, with a bias or an activation. Tiles in ping-pong hide them behind the next tile.
 _PLAIN_STORE, _ROWS_STORE, _STORE = 1.0, 2.6, 5.0
+#: The most rows, columns and terms that Hopper's kernel can count, with those of a tile beyond the last.
+_MOST = (1 << 31) - 1 - 512
 #: As many blocks of clusters of each size can an H200 hold, one on each multiprocessor.
-_CLUSTERED_BLOCKS = {1: 132, 2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 120}
+_CLUSTERED_BLOCKS = {2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 120}
 
 
 class FewRows(NamedTuple):
@@ -624,6 +626,8 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
         if product.arithmetic == "16bit" and any(_copies(product)):
             return Choice("general", "rows that are not aligned to 16 bytes")
         return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
+    if max(product.m, product.n, product.k) > _MOST:
+        return Choice("xla", "a size beyond the 31 bits in which Hopper's kernel counts")
     if _is_large_outer(product):
         return Choice("xla", "alone, its multiplication of elements runs at half of the memory's rate", padded=True)
     if why := slower_than_xla(product, device, activation, bias):

@@ -310,7 +310,7 @@ class _MatmulKernel(Kernel):
         if choice.partials:
             shape = (choice.splits, math.prod(out.shape[:-2]), *out.shape[-2:])
             results.append(ShapedArray(shape, np.dtype("float32")))
-        if in_parts:  # three flags, and one for each k tile
+        if in_parts:  # a flag, one for each k tile, and two exponents
             results += [*scales, ShapedArray((3 + scales[0].shape[2],), np.dtype("int32"))]
         tile = choice.tile or choices.Tile(0, 0, False, 0)
         out = self.ffi_call(

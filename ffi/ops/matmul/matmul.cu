@@ -71,7 +71,7 @@ Error General(Device stream, const Problem& problem, DataType operands, DataType
         if constexpr (sizeof(T) == 2) {
           return FromCuda(kHandler, matmul::LaunchMma<T, typename P::Output>(stream, problem));
         } else {
-          return FromCuda(kHandler, matmul::LaunchSimt<T>(stream, problem));
+          return FromCuda(kHandler, matmul::LaunchSimt(stream, problem));
         }
       });
 }
@@ -136,7 +136,7 @@ Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem&
   const int64_t k_tiles = (p.k + matmul::kSplitBlock - 1) / matmul::kSplitBlock;
   if (results.flags && (results.flags->element_type() != DataType::S32 ||
                         static_cast<int64_t>(results.flags->element_count()) != 3 + k_tiles)) {
-    return Invalid(kHandler, "products in parts need three int32 flags, and one for each k tile");
+    return Invalid(kHandler, "products in parts need an int32 flag, one for each k tile, and two exponents");
   }
   return Error::Success();
 }
@@ -213,10 +213,10 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
     return General(stream, problem, kOperandType<T>, wide_out ? DataType::F32 : kOperandType<T>);
   JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   if constexpr (std::is_same_v<T, float>) {
-    if (flags) {  // infinities or NaN among the operands, or sums that might overflow
+    if (flags) {  // what no parts hold among the operands, or sums that might overflow
       Problem guarded = problem;
       guarded.only_if = flags;
-      return FromCuda(kHandler, matmul::LaunchSimt<float>(stream, guarded));
+      return FromCuda(kHandler, matmul::LaunchSimt(stream, guarded));
     }
   }
   return Error::Success();
@@ -268,8 +268,8 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
   const auto is_8bit = [](DataType type) { return type == DataType::F8E4M3FN || type == DataType::F8E5M2; };
   if (lhs_type != rhs_type && !(is_8bit(lhs_type) && is_8bit(rhs_type)))
     return Invalid(kHandler, "the operands' dtypes differ");
-  if (scale) JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "scale", *scale, AccumulatorType(lhs_type)));
-  if (bias) JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "bias", *bias, AccumulatorType(lhs_type)));
+  if (scale) JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "scale", *scale, DataType::F32));
+  if (bias) JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, "bias", *bias, DataType::F32));
   Problem problem = {};
   JAXOPS_RETURN_IF_ERROR(matmul::ParseProblem(kHandler, lhs, rhs, scale ? &*scale : nullptr, bias ? &*bias : nullptr,
                                               *out, results.preactivation ? &*results.preactivation : nullptr,

@@ -96,7 +96,8 @@ cudaError_t LaunchTranspose(cudaStream_t stream, const MatrixStack& from, void* 
 // of 64 x 64 elements is multiplied by a power of two that brings its largest to [2^14, 2^15), and low parts by 2^12
 // more; f16 holds the block if no element but 0 is then below 2^-14. A k tile of the product in which it does not hold
 // some block is multiplied in TF32, which has f32's exponents, and half the speed. Blocks that f16 does not hold are
-// multiplied so only if that makes them larger, as subnormal parts would lose bits, or where they might overflow.
+// multiplied so only if that makes them larger, as subnormal parts would lose bits, or where they might overflow; if
+// their smallest would then lose bits all the same, the kernel without tensor cores computes the product.
 struct SplitOperand {
   MatrixStack from;
   bool transposed;  // rows (of m or n) are `from`'s columns
@@ -137,6 +138,13 @@ __device__ inline float ScaleOfBlock(uint32_t large, uint32_t small) {
   const bool fits = abs(shift) <= kMost && static_cast<int>(small >> 23) >= top - 28;
   if (fits) return PowerOfTwo(-shift);
   return -PowerOfTwo(-(shift > 0 ? min(shift, kMost) : max(min(shift + 42, 0), -kMost)));
+}
+
+// Whether a block's smallest element, divided by its scale, has all its bits, and its low part, 13 places below it,
+// too.
+__device__ inline bool KeepsBits(float scale, uint32_t small) {
+  const int down = (__float_as_int(fabsf(scale)) >> 23) - 127;
+  return down <= 0 || static_cast<int>(small >> 23) > down + 13;
 }
 
 // Splits a block of 64 x 64 elements in f16, and writes its scale; or (kWide) in TF32, by the scale that is there.
@@ -198,11 +206,12 @@ __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flag
     __syncthreads();
     large = __reduce_max_sync(~0u, most[threadIdx.x % kWarps]);
     small = __reduce_min_sync(~0u, least[threadIdx.x % kWarps]);
-    scale = ScaleOfBlock(large, small + 1);
+    ++small;
+    scale = ScaleOfBlock(large, small);
     if (threadIdx.x == 0) {
       const int exponent = static_cast<int>(large >> 23);
       to.scales[block] = scale;
-      if (exponent == 255) flags[0] = 1;  // every writer writes the same
+      if (exponent == 255 || !KeepsBits(scale, small)) flags[0] = 1;  // every writer writes the same
       if (scale < 0) flags[1 + k_tile] = 1;
       if (exponent > *largest) atomicMax(largest, exponent);  // it only grows: what is read may be too small
     }
@@ -236,9 +245,10 @@ __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flag
 }
 
 // Splits both operands. First in f16: flags[0] is set to 1 if there are infinities or NaN, as the products of
-// their parts would not be IEEE's, flags[1 + i] if f16 does not hold some block of k tile i; behind those are the
-// largest biased exponents of lhs and rhs. Then (kWide) those k tiles in TF32; by few blocks, as mostly there are none.
-// And flags[0] is set if sums might overflow: those of some parts alone might, with another sign than the whole.
+// their parts would not be IEEE's, or elements that no part holds, flags[1 + i] if f16 does not hold some block of k
+// tile i; behind those are the largest biased exponents of lhs and rhs. Then (kWide) those k tiles in TF32; by few
+// blocks, as mostly there are none. And flags[0] is set if sums might overflow: those of some parts alone might, with
+// another sign than the whole.
 template <bool kWide>
 __global__ void __launch_bounds__(kSplitThreads, kSplitResident)
     SplitOperands(const __grid_constant__ SplitOperand lhs, const __grid_constant__ SplitOperand rhs,

@@ -1,7 +1,7 @@
-// f32 matmul on the ordinary arithmetic units: what the tensor cores' kernel cannot take, infinities or NaN in
-// full precision and operands that are not aligned to 16 bytes.
+// f32 matmul on the ordinary arithmetic units: what the tensor cores' kernel cannot take, as infinities or NaN in full
+// precision, and operands that are not aligned to 16 bytes.
 //
-// 256 threads compute a tile of 16 kQuad x 2 square. Each thread has four kQuad x kQuad squares half a tile apart, so
+// 256 threads compute a tile of 128 x 128. Each thread has four kQuad x kQuad squares half a tile apart, so
 // that the warp's reads of shared memory are whole vectors without bank conflicts. Two tiles of operands: while one is
 // used, the next is on its way from global memory, through registers.
 #ifndef JAXOPS_OPS_MATMUL_SIMT_CUH_
@@ -11,22 +11,21 @@
 
 namespace jaxops::matmul {
 
-template <class A>
 struct SimtTile {
   static constexpr int kThreads = 256, kDepth = 8;
-  static constexpr int kQuad = 16 / sizeof(A);  // one 16-byte access
-  static constexpr int kSize = 16 * 2 * kQuad;  // 128
-  static constexpr int kPitch = kSize + kQuad;  // lanes that store along k hit different banks
+  static constexpr int kQuad = 16 / sizeof(float);  // one 16-byte access
+  static constexpr int kSize = 16 * 2 * kQuad;      // 128
+  static constexpr int kPitch = kSize + kQuad;      // lanes that store along k hit different banks
   static constexpr int kLoads = kSize * kDepth / kThreads;
 };
 
 // One operand's tile: kSize rows (of m or n) by kDepth of k, kept in shared memory as [k][row].
-template <class A, bool kAlongK>
+template <bool kAlongK>
 struct SimtOperand {
-  using Tile = SimtTile<A>;
-  const A* source;
+  using Tile = SimtTile;
+  const float* source;
   int64_t stride, rows, depth, first;
-  A values[Tile::kLoads];
+  float values[Tile::kLoads];
 
   __device__ int RowOf(int load) const {
     const int element = threadIdx.x + load * Tile::kThreads;
@@ -42,30 +41,30 @@ struct SimtOperand {
     for (int load = 0; load < Tile::kLoads; ++load) {
       const int64_t row = first + RowOf(load), d = k + DepthOf(load);
       const bool inside = row < rows && d < depth;
-      values[load] = inside ? source[kAlongK ? row * stride + d : d * stride + row] : A{0};
+      values[load] = inside ? source[kAlongK ? row * stride + d : d * stride + row] : 0;
     }
   }
-  __device__ void Put(A (*tile)[Tile::kPitch]) const {
+  __device__ void Put(float (*tile)[Tile::kPitch]) const {
 #pragma unroll
     for (int load = 0; load < Tile::kLoads; ++load) tile[DepthOf(load)][RowOf(load)] = values[load];
   }
 };
 
-template <class A, bool kLhsTransposed, bool kRhsTransposed>
-__global__ void __launch_bounds__(SimtTile<A>::kThreads) SimtMatmul(const Problem p, int64_t tiles) {
-  using Shape = SimtTile<A>;
+template <bool kLhsTransposed, bool kRhsTransposed>
+__global__ void __launch_bounds__(SimtTile::kThreads) SimtMatmul(const Problem p, int64_t tiles) {
+  using Shape = SimtTile;
   constexpr int kQuad = Shape::kQuad;
   if (p.only_if && !*p.only_if) return;
-  __shared__ alignas(16) A lhs_tiles[2][Shape::kDepth][Shape::kPitch], rhs_tiles[2][Shape::kDepth][Shape::kPitch];
+  __shared__ alignas(16) float lhs_tiles[2][Shape::kDepth][Shape::kPitch], rhs_tiles[2][Shape::kDepth][Shape::kPitch];
   for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
     const Tile tile = TileOf(p, index, Shape::kSize, Shape::kSize);
     const Offsets offsets = p.batch.At(tile.batch);
-    SimtOperand<A, !kLhsTransposed> lhs = {
-        static_cast<const A*>(p.lhs) + offsets.lhs, kLhsTransposed ? p.m : p.k, p.m, p.k, tile.row, {}};
-    SimtOperand<A, kRhsTransposed> rhs = {
-        static_cast<const A*>(p.rhs) + offsets.rhs, kRhsTransposed ? p.k : p.n, p.n, p.k, tile.column, {}};
+    SimtOperand<!kLhsTransposed> lhs = {
+        static_cast<const float*>(p.lhs) + offsets.lhs, kLhsTransposed ? p.m : p.k, p.m, p.k, tile.row, {}};
+    SimtOperand<kRhsTransposed> rhs = {
+        static_cast<const float*>(p.rhs) + offsets.rhs, kRhsTransposed ? p.k : p.n, p.n, p.k, tile.column, {}};
     const int y = threadIdx.x / 16 * kQuad, x = threadIdx.x % 16 * kQuad;
-    A sums[2 * kQuad][2 * kQuad] = {};
+    float sums[2 * kQuad][2 * kQuad] = {};
 
     lhs.Fetch(0);
     rhs.Fetch(0);
@@ -81,11 +80,11 @@ __global__ void __launch_bounds__(SimtTile<A>::kThreads) SimtMatmul(const Proble
       }
 #pragma unroll
       for (int d = 0; d < Shape::kDepth; ++d) {
-        Pack<A, kQuad> a[2], b[2];
+        Pack<float, kQuad> a[2], b[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          a[half] = *reinterpret_cast<const Pack<A, kQuad>*>(&lhs_tiles[current][d][y + half * Shape::kSize / 2]);
-          b[half] = *reinterpret_cast<const Pack<A, kQuad>*>(&rhs_tiles[current][d][x + half * Shape::kSize / 2]);
+          a[half] = *reinterpret_cast<const Pack<float, kQuad>*>(&lhs_tiles[current][d][y + half * Shape::kSize / 2]);
+          b[half] = *reinterpret_cast<const Pack<float, kQuad>*>(&rhs_tiles[current][d][x + half * Shape::kSize / 2]);
         }
 #pragma unroll
         for (int i = 0; i < 2 * kQuad; ++i)
@@ -104,22 +103,21 @@ __global__ void __launch_bounds__(SimtTile<A>::kThreads) SimtMatmul(const Proble
     for (int i = 0; i < 2 * kQuad; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        A values[kQuad];
+        float values[kQuad];
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) values[j] = sums[i][half * kQuad + j];
-        StoreRow<A, kQuad>(p, tile.batch, offsets, tile.row + y + i / kQuad * (Shape::kSize / 2) + i % kQuad,
-                           tile.column + x + half * (Shape::kSize / 2), values);
+        StoreRow<float, kQuad>(p, tile.batch, offsets, tile.row + y + i / kQuad * (Shape::kSize / 2) + i % kQuad,
+                               tile.column + x + half * (Shape::kSize / 2), values);
       }
     }
   }
 }
 
-template <class A>
-cudaError_t LaunchSimt(cudaStream_t stream, const Problem& p) {
-  const auto kernel = p.lhs_transposed ? (p.rhs_transposed ? SimtMatmul<A, true, true> : SimtMatmul<A, true, false>)
-                                       : (p.rhs_transposed ? SimtMatmul<A, false, true> : SimtMatmul<A, false, false>);
-  const int64_t tiles = CountTiles(p, SimtTile<A>::kSize, SimtTile<A>::kSize);
-  return Launch(stream, kernel, {p.only_if ? std::min(tiles, kFewBlocks) : tiles, SimtTile<A>::kThreads}, p, tiles);
+inline cudaError_t LaunchSimt(cudaStream_t stream, const Problem& p) {
+  const auto kernel = p.lhs_transposed ? (p.rhs_transposed ? SimtMatmul<true, true> : SimtMatmul<true, false>)
+                                       : (p.rhs_transposed ? SimtMatmul<false, true> : SimtMatmul<false, false>);
+  const int64_t tiles = CountTiles(p, SimtTile::kSize, SimtTile::kSize);
+  return Launch(stream, kernel, {p.only_if ? std::min(tiles, kFewBlocks) : tiles, SimtTile::kThreads}, p, tiles);
 }
 
 }  // namespace jaxops::matmul

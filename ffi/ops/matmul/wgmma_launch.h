@@ -49,8 +49,8 @@ struct WgmmaPlan {
   bool wide_out;         // f32 results
 };
 
-// cudaErrorNotSupported if there is no such tile. T, V: __nv_bfloat16, __half, float (TF32), hopper::E4M3,
-// hopper::E5M2.
+// cudaErrorNotSupported if there is no such tile, or not for such sizes, rows or plans, or no driver. T, V:
+// __nv_bfloat16, __half, float (TF32), hopper::E4M3, hopper::E5M2.
 template <class T, class V>
 cudaError_t LaunchWgmma(cudaStream_t stream, const Problem& problem, const WgmmaPlan& plan);
 

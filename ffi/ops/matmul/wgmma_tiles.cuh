@@ -98,8 +98,7 @@ inline OperandInPieces InPieces(const WgmmaOperand& operand, int64_t rows) {
 template <class Tile, class P>
   requires(!Tile::kFewRows || P::kLhs == Major::kDepth)
 cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
-  using T = typename P::T;
-  using V = typename P::V;
+  using T = typename P::T;  // other 8-bit floats of rhs are all the same to the copy engine
   const bool split = plan.partials != nullptr, wide = split || plan.wide_out;
   const bool in_cluster = plan.splits > 1 && !split;
   if (in_cluster && plan.splits > Tile::kMostParts) return cudaErrorNotSupported;
@@ -143,14 +142,15 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   if (split) {
     q.out = plan.partials;
     q.scale = q.bias = q.preactivation = nullptr;
+    q.bias_row_stride = q.bias_column_stride = 0;
     q.activation = Activation::kNone;
   }
   cudaError_t status = cudaSuccess;
   if (!plan.lhs.piece)
     status = hopper::Describe(View<T>(plan.lhs, P::kLhs, p.m, p.k, Tile::kRows, lhs_shared), &arguments.lhs);
   if (!plan.rhs.piece && status == cudaSuccess)
-    status = hopper::Describe(View<V>(plan.rhs, P::kRhs, p.n, p.k, Tile::kColumns, rhs_shared), &arguments.rhs);
-  const auto describe_edge = [&](WgmmaOperand operand, Major major, int64_t space, int tile, TileEdge* edge,
+    status = hopper::Describe(View<T>(plan.rhs, P::kRhs, p.n, p.k, Tile::kColumns, rhs_shared), &arguments.rhs);
+  const auto describe_edge = [&](const WgmmaOperand& operand, Major major, int64_t space, int tile, TileEdge* edge,
                                  CUtensorMap* map) {
     constexpr int kGroup = 8;  // rows of the swizzle
     const int rest = static_cast<int>(tiles(space % tile, kGroup)) * kGroup;
@@ -161,8 +161,9 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   if (!lhs_shared) describe_edge(plan.lhs, P::kLhs, p.m, Tile::kRows, &arguments.lhs_edge, &arguments.lhs_at_edge);
   if (!rhs_shared) describe_edge(plan.rhs, P::kRhs, p.n, Tile::kColumns, &arguments.rhs_edge, &arguments.rhs_at_edge);
   const int out_bytes = wide ? 4 : 2;
-  arguments.boxes_out = p.n * out_bytes % 16 == 0 && IsAligned(q.out) && IsAligned(q.preactivation);
-  if (!arguments.boxes_out && (P::kTurned || !Tile::kStoresAnyRows)) return cudaErrorNotSupported;
+  const bool aligned = p.n * out_bytes % 16 == 0;
+  if (!aligned && (P::kTurned || !Tile::kStoresAnyRows)) return cudaErrorNotSupported;
+  arguments.boxes_out = aligned && !P::kTurned;
   if (arguments.boxes_out && status == cudaSuccess) {
     hopper::TensorView view = {q.out,     wide ? kCopyType<float> : kCopyType<typename P::Result>,
                                out_bytes, p.n,
