@@ -142,9 +142,8 @@ struct Axes {
 template <int kSlots>
 struct RowShape {
   Axes<kSlots> groups, rows, columns;
-  bool across = false;            // the elements of neighbouring rows are adjacent, not those of one row
-  bool inner_is_grouped = false;  // and those rows are of different groups
-  uint32_t present = 0;           // the slots that were given a tensor, as bits
+  bool across = false;   // the elements of neighbouring rows are adjacent, not those of one row
+  uint32_t present = 0;  // the slots that were given a tensor, as bits
 
   int64_t total_rows() const { return groups.total * rows.total; }
   int64_t size() const { return total_rows() * columns.total; }
@@ -250,7 +249,6 @@ class RowShapeParser {
       Axes<kSlots>& list = normalised_[axis] ? shape->columns : grouped && kept_[axis] ? shape->groups : shape->rows;
       if (!list.Append(sizes_[axis], strides_[axis])) return Invalid(handler_, "too many axes that do not join");
       shape->across = !normalised_[axis];
-      shape->inner_is_grouped = &list == &shape->groups;
     }
     shape->present = present_;
     for (Axes<kSlots>* list : {&shape->groups, &shape->rows, &shape->columns})

@@ -71,7 +71,6 @@ class FetchedRow : public Base {
 
   // Turns to the rows of another; what joins the threads stays.
   __device__ void Follow(const FetchedRow& other) {
-    this->limit_ = other.limit_;
 #pragma unroll
     for (int s = 0; s < Base::kStarts; ++s) {
       this->live_[s] = other.live_[s];
@@ -86,7 +85,7 @@ class FetchedRow : public Base {
   template <int kInput, class Source>
   __device__ void Fetch(const Source& tensor) const {
     if constexpr (kFetches) {
-      const int end = min(this->columns(), this->limit_);
+      const int end = this->columns();
       const auto fetch = [&](int pack, int column) {
         const int64_t offset = this->Offset(0, pack, column);
         int inside = kV;

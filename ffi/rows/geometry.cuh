@@ -166,7 +166,7 @@ struct Layouts {
   Layouts(const RowShape<kMore>& shape, int pack, uint32_t broadcasts)
       : groups(shape.groups), rows(shape.rows), columns(shape.columns), size(shape.size()) {
     if (!shape.across) LetRowsShare(broadcasts & shape.present);
-    const Axes<kSlots>& inner = !shape.across ? columns : shape.inner_is_grouped ? groups : rows;
+    const Axes<kSlots>& inner = shape.across ? rows : columns;
     const bool whole = inner.sizes[inner.count - 1] % pack == 0;
     for (int slot = 0; slot < kSlots; ++slot) {
       steps[slot] = inner.strides[inner.count - 1][slot];

@@ -573,11 +573,12 @@ bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
 }
 
 // XLA aligns its buffers to 128 bytes or more; packs need 16.
-inline Error CheckAlignment(const char* handler, std::initializer_list<std::optional<AnyBuffer>> buffers) {
-  for (const std::optional<AnyBuffer>& buffer : buffers) {
-    if (buffer && !IsAligned(buffer->untyped_data())) return Invalid(handler, "a buffer is not 16-byte aligned");
-  }
-  return Error::Success();
+inline Error CheckAlignment(const char* handler, std::initializer_list<std::optional<AnyBuffer>> buffers,
+                            std::initializer_list<const void*> more = {}) {
+  bool aligned = true;
+  for (const std::optional<AnyBuffer>& buffer : buffers) aligned &= !buffer || IsAligned(buffer->untyped_data());
+  for (const void* data : more) aligned &= IsAligned(data);
+  return aligned ? Error::Success() : Invalid(handler, "a buffer is not 16-byte aligned");
 }
 
 }  // namespace jaxops::rows

@@ -110,13 +110,9 @@ template <class RowType, class Op, class Move, class... Sums>
 __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t step, int64_t end, const Move& move,
                              Sums&... sums) {
   constexpr int kStages = RowType::P::kStages;
-  const auto turn = [&](RowType& to, int64_t first) {
-    move(to, first);
-    op.Narrow(to);
-  };
   const auto fetch = [&](RowType& ahead, int64_t first, int stage) {
     if (first < end) {
-      turn(ahead, first);
+      move(ahead, first);
       ahead.SetStage(stage);
       op.ForEachInput([&]<int kInput>(const auto& tensor) { ahead.template Fetch<kInput>(tensor); });
     }
@@ -128,7 +124,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
   if constexpr (kStages == 1) {
     op.ForEachInput([&]<int kInput>(const auto& tensor) { row.template SetInput<kInput>(tensor); });
   }
-  turn(row, begin);
+  move(row, begin);
   const auto parameters = op.Parameters(row);
   if constexpr (RowType::P::kAhead) {
     if (begin >= end) return;
@@ -139,7 +135,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
     // Of the present row, the next, and the one behind it; outside the rows, of the first again.
     const auto scalars_of = [&](int64_t first) {
       RowType there = row;
-      turn(there, first < end ? first : begin);
+      move(there, first < end ? first : begin);
       return op.Scalars(there);
     };
     auto scalars = op.Scalars(row), next_scalars = scalars_of(begin + step);
@@ -158,7 +154,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
       const int next_stage = stage == kStages - 1 ? 0 : stage + 1;
       RowType next = row;
       if (more) {
-        turn(next, begin + step);
+        move(next, begin + step);
         if constexpr (!RowType::P::kStaged) WaitCopies<kStages - 2>();
         part = begin_row(next, next_stage, next_scalars);
       }
@@ -185,7 +181,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
         if constexpr (kStages == 2) {
           next.Follow(ahead);
         } else {
-          turn(next, begin + step);
+          move(next, begin + step);
         }
         upcoming = op.Scalars(next);
       }
@@ -386,11 +382,12 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
     using ShiftedPacks = std::conditional_t<kTuned<T, U>, ShiftedSumPlacements, ShortSumPlacements>;
     const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
     bool done = false;
-    if (!shape.across && layouts.plain) {
+    if (layouts.plain) {
       done = LaunchSumPlacement<Packs, kV, Lay::kPlain, A>(stream, op, layouts, results, status);
-    } else if (!shape.across && shape.columns.count == 1) {
+    } else if (shape.columns.count == 1) {
       if constexpr (kTuned<T, U>) {
-        done = LaunchSumPlacement<StagedSumPlacements<T>, 1, Lay::kPlain, A>(stream, op, elements, results, status);
+        done = elements.plain &&
+               LaunchSumPlacement<StagedSumPlacements<T>, 1, Lay::kPlain, A>(stream, op, elements, results, status);
       }
       // A multiple of a pack's elements keeps each thread on the same columns.
       SumResults<A> fewer = results;
@@ -467,7 +464,8 @@ bool LaunchRowStream(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
     if (shape.columns.count > 1 || shape.columns.total <= kShortColumns) return false;
     static_assert(WithoutGaps(typename Tables::Staged()));
     const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
-    return LaunchStreamPlacement<typename Tables::Staged, 1, Lay::kPlain, A>(stream, op, elements, status) ||
+    return (elements.plain &&
+            LaunchStreamPlacement<typename Tables::Staged, 1, Lay::kPlain, A>(stream, op, elements, status)) ||
            LaunchStreamPlacement<typename Tables::Shifted, kV, Lay::kShifted, A>(stream, op, layouts, status);
   }
   return false;

@@ -13,8 +13,7 @@
 
 namespace jaxops::rows {
 
-// All parts but the last have a multiple of this many columns: whole runs of packs for every thread. jaxops/_rows.py
-// makes as many parts as that gives.
+// All parts but the last have a multiple of this many columns: whole runs of packs for every thread.
 inline constexpr int kPartColumns = 256;          // of packs of rows across
 inline constexpr int kPartColumnsSingles = 1024;  // of single elements of such rows
 inline constexpr int kPartColumnsAlong = 4096;
@@ -27,7 +26,7 @@ template <class A>
 struct RowParts {
   int count;
   A* workspace;
-  int columns;  // of each part; the last ones may have fewer, or none
+  int columns;  // of each part; the last one may have fewer, but has some
   SumPointers<A> sums;
 };
 
@@ -68,16 +67,14 @@ class SplitRow : public Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>> {
       : Base(geometry), parts_(parts), rows_(geometry.rows.total) {
     const int64_t blocks = (rows_ + Base::kBlockRows - 1) / Base::kBlockRows;
     const int part = static_cast<int>(block / blocks), columns = this->columns();
-    // Where packs begin: a row that begins within one ends up to a pack later.
-    const int all = Base::kShifted ? (columns / kV + 2) * kV : columns;
-    const int begin = static_cast<int>(std::min<int64_t>(int64_t{part} * parts.columns, all));
+    const int begin = part * parts.columns;
     this->lane_ += begin / (P::kAcross ? 1 : kV);
     const int64_t first = (block - part * blocks) * Base::kBlockRows;
     this->MoveToTeam(first, rows_, {});
     row_ = std::min<int64_t>(first + Base::Team() * kRows, rows_ - kRows);
     part_ = part;
-    const int shift = Base::kShifted ? this->shift_[0] : 0;
-    this->end_ = part == parts.count - 1 ? columns : min(columns, begin + min(parts.columns, all - begin) - shift);
+    const int shift = Base::kShifted ? this->shift_[0] : 0;  // packs begin so much earlier
+    this->end_ = part == parts.count - 1 ? columns : begin + parts.columns - shift;
   }
 
   // Puts the joined values of this part into the workspace.
@@ -165,20 +162,23 @@ __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
   }
 }
 
-// Runs the kernels of the placements P, then F, over rows that are split into parts; false if they do not fit.
+// Runs the kernels of the placements P, then F, over rows that are split into parts, at most as many as the workspace
+// has room for; false if they do not fit.
 template <class P, class F, int kV, Lay kLay, class A, class Op>
 bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, const AnyBuffer& workspace,
                  const SumPointers<A>& sums, cudaError_t* status) {
   using G = GeometryOf<Op::kSlots, kLay>;
   if (!layouts.template Fit<G>() || !RunsOn<P>(CompiledCapability())) return false;
   constexpr int kMultiple = !P::kAcross ? kPartColumnsAlong : kV == 1 ? kPartColumnsSingles : kPartColumns;
-  const int64_t count = workspace.dimensions()[0];
-  const int64_t each = (layouts.columns.total + count - 1) / count;
-  const RowParts<A> parts = {static_cast<int>(count), static_cast<A*>(workspace.untyped_data()),
-                             static_cast<int>((each + kMultiple - 1) / kMultiple * kMultiple), sums};
+  const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t columns = layouts.columns.total;
+  const int64_t each = divide(divide(columns, workspace.dimensions()[0]), kMultiple) * kMultiple;
+  const int64_t count = divide(columns, each);
+  const RowParts<A> parts = {static_cast<int>(count), static_cast<A*>(workspace.untyped_data()), static_cast<int>(each),
+                             sums};
   constexpr int kBlockRows = SplitRow<P, kV, kLay, A, Op>::kBlockRows;
   static_assert(kBlockRows == SplitRow<F, kV, kLay, A, Op>::kBlockRows && P::kThreads == F::kThreads);
-  const Grid grid = {(layouts.rows.total + kBlockRows - 1) / kBlockRows * count, P::kThreads};
+  const Grid grid = {divide(layouts.rows.total, kBlockRows) * count, P::kThreads};
   const G geometry = layouts.template To<G>();
   *status = Launch(stream, SplitRowsKernel<P, kV, kLay, A, Op>, grid, op, geometry, parts);
   if (*status == cudaSuccess) {

@@ -58,7 +58,6 @@ struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
     visit.template operator()<0>(x);
     visit.template operator()<1>(dy);
   }
-  __device__ void Narrow(auto& row) const { options.Narrow(row); }
   template <class Value>
   struct OfRow {
     Value scale, max, total;
@@ -68,7 +67,7 @@ struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
     return OfRow<decltype(load(max))>{options.Scale(row), load(max), load(total)};
   }
   __device__ void operator()(auto& row) const {
-    Narrow(row);
+    options.Narrow(row);
     (*this)(row, 0, Scalars(row));
   }
 

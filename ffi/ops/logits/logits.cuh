@@ -299,7 +299,6 @@ struct LogitsOp {
   __host__ __device__ int Inputs() const { return kInputs; }
   __device__ int Parameters(const auto&) const { return 0; }
   __device__ int Scalars(const auto&) const { return 0; }
-  __device__ void Narrow(auto&) const {}
 };
 
 // A forward pass. Op::Finish(row, z, visible, sums) stores the results of rows whose logits are z, of which those that

@@ -40,6 +40,8 @@ struct LogitsCall {
 inline Error ParseLogits(const char* handler, bool backward, const LogitsAttributes& attributes,
                          const ffi::RemainingArgs& args, const ffi::RemainingRets& results, LogitsCall* call) {
   using Call = LogitsCall;
+  if (backward && !attributes.has_max && (attributes.has_bias || attributes.has_where))
+    return Invalid(handler, "takes neither bias nor where");
   RowShapeParser<Call::kSlots> parser(handler);
   BufferReader arg(handler, args);
   BufferReader result(handler, results);

@@ -58,7 +58,6 @@ struct NormForwardOp {
     visit.template operator()<0>(x);
   }
   __host__ __device__ int Inputs() const { return 1; }
-  __device__ void Narrow(auto&) const {}
   // scale and bias
   __device__ auto Parameters(const auto& row) const {
     const auto scales = row.template KeepParameter<0>(row.template LoadParameter<Slot::kScale>(scale, A{1}));
@@ -137,7 +136,6 @@ struct NormBackwardOp {
     if (dsum) visit.template operator()<2>(dsum);
   }
   __host__ __device__ int Inputs() const { return dsum ? 3 : 2; }
-  __device__ void Narrow(auto&) const {}
   // scale, and 1 / columns
   __device__ auto Parameters(const auto& row) const {
     return std::pair(row.template KeepParameter<0>(row.template LoadParameter<Slot::kScale>(scale, A{1})),
@@ -303,9 +301,8 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
   NormCall call;
   const NormAttributes attributes = {axes, has_residual, has_scale, has_bias, has_where, has_parts};
   JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/false, kCentred, attributes, args, results, &call));
-  if (has_where && !kCentred) return Invalid(handler, "takes no where");
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
-      handler, {call.x, call.residual, call.scale, call.bias, call.where, call.y, call.sum, call.mean, call.rstd}));
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {call.x, call.residual, call.scale, call.bias, call.where,
+                                                        call.y, call.sum, call.mean, call.rstd, call.parts}));
   const auto make = [&]<bool kWhere, class T, class U> {
     using A = Accumulator<T>;
     return NormForwardOp<kCentred, kWhere, T, U>{
@@ -356,9 +353,9 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
                                      .has_dscale = has_dscale,
                                      .has_dbias = has_dbias};
   JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/true, kCentred, attributes, args, results, &call));
-  if ((has_where || has_dbias) && !kCentred) return Invalid(handler, "takes no where and has no bias");
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
-      handler, {call.x, call.scale, call.where, call.mean, call.rstd, call.dy, call.dsum, call.dx}));
+      handler, {call.x, call.scale, call.where, call.mean, call.rstd, call.dy, call.dsum, call.dx, call.parts},
+      {call.sums.workspace, call.sums.results[0], call.sums.results[1]}));
   const auto make = [&]<bool kWhere, class T, class U> {
     using A = Accumulator<T>;
     return NormBackwardOp<kCentred, kWhere, T, U>{

@@ -25,8 +25,7 @@ struct NormCall {
   std::optional<AnyBuffer> y, sum, mean, rstd;  // results of the forward pass; mean and rstd: operands of the backward
   std::optional<AnyBuffer> dy, dsum, dx;
   std::optional<AnyBuffer> parts;
-  SummedResults sums;
-  bool has_dscale = false, has_dbias = false;  // sums.results: those that are there, in this order
+  SummedResults sums;  // dscale and dbias: those that are there, in this order
 };
 
 struct NormAttributes {
@@ -39,6 +38,8 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
                        const ffi::RemainingArgs& args, const ffi::RemainingRets& results, NormCall* call) {
   using Call = NormCall;
   using Parser = RowShapeParser<Call::kSlots>;
+  if (!centred && (has.has_bias || has.has_where || has.has_dbias))
+    return Invalid(handler, "takes neither bias nor where");
   Parser parser(handler);
   BufferReader arg(handler, args);
   BufferReader result(handler, results);
@@ -98,8 +99,6 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
   }
   if (!backward) return Error::Success();
   JAXOPS_RETURN_IF_ERROR(parser.Finish(&call->ungrouped, false));
-  call->has_dscale = has.has_dscale;
-  call->has_dbias = has.has_dbias;
   return gradients.empty() ? Error::Success()
                            : ParseSums(handler, call->shape, wide, *workspace, gradients, &call->sums);
 }

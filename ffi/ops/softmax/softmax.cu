@@ -54,10 +54,9 @@ struct SoftmaxBackward : LogitsOp<kGiven, 2> {
     visit.template operator()<0>(y);
     visit.template operator()<1>(dy);
   }
-  __device__ void Narrow(auto& row) const { options.Narrow(row); }
   __device__ auto Scalars(const auto& row) const { return options.Scale(row); }
   __device__ void operator()(auto& row) const {
-    Narrow(row);
+    options.Narrow(row);
     (*this)(row, 0, Scalars(row));
   }
 
@@ -104,7 +103,6 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
                                        has_where, has_parts,  /*has_max=*/false, masked};
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice("softmax_bwd", true, attributes, args, results, &call));
-  if (has_bias || has_where) return Invalid("softmax_bwd", "takes neither bias nor where");
   JAXOPS_RETURN_IF_ERROR(CheckType("softmax_bwd", "dy", *call.dy, call.x->element_type()));
   return BackwardLogits<SoftmaxBackward>("softmax_bwd", stream, call, *call.x, *call.y);
 }
