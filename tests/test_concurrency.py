@@ -59,6 +59,26 @@ def test_threads_that_call_one_program(rng):
                 np.testing.assert_array_equal(got, target)
 
 
+def test_threads_that_call_one_kernel(rng, on_gpu):
+    """On a GPU with another amount of shared memory each, as one has a residual's cotangent to read."""
+    x, residual = (jnp.asarray(rng.standard_normal((2000, 4096)), jnp.bfloat16) for _ in range(2))
+
+    def gradient(**options):
+        def loss(x, scale):
+            return jnp.sin(sum(jax.tree.leaves(jaxops.rms_norm(x, scale, **options)))).astype(jnp.float32).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1)))
+
+    functions = [gradient(), gradient(residual=residual)]
+    operands = jax.device_put((x, jnp.ones(4096)))
+    wanted = [leaves(f(*operands)) for f in functions]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(lambda f: leaves(f(*operands)), functions[i % 2]) for i in range(200 if on_gpu else 10)]
+        for i, call in enumerate(calls):
+            for got, target in zip(call.result(), wanted[i % 2], strict=True):
+                np.testing.assert_array_equal(got, target)
+
+
 def test_devices_at_once(rng):
     """The same program on every device of the process, from a thread each."""
     devices = jax.local_devices()

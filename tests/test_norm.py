@@ -153,6 +153,22 @@ def test_many_rows_side_by_side_without_parameters(op, dtype, rng):
 
 
 @every_op
+@pytest.mark.parametrize("dtype, columns", [("float32", 10001), ("bfloat16", 20001)])
+def test_long_rows_of_few_scales(op, dtype, columns, rng):
+    """Side by side, three rows to a scale: a GPU splits them, and takes them in single elements."""
+    x, dy = (jnp.asarray(4 * rng.standard_normal((columns, 4, 3)) + 30 * mean, dtype) for mean in (1, 0))
+    (scale, *_) = parameters(op, rng, (columns, 4))
+
+    def mapped(x, scale):
+        of_scale = lambda x, scale: jax.vmap(lambda x: call(op, x, scale), 1, 1)(x)  # noqa: E731
+        return jax.vmap(of_scale, (1, 1), 1)(x, scale)
+
+    wanted = closed_form(op, x, np.expand_dims(scale, 2), None, dy, 0)
+    for i, (got, target) in enumerate(zip(run(mapped, x, scale, cotangent=dy), wanted, strict=False)):
+        assert_matches(got, target.reshape(got.shape), f"result {i}", contract.GRADIENT_ROUNDING * 2)
+
+
+@every_op
 @pytest.mark.parametrize("epsilon", [0, 1e-12, 1e-5, 0.5, np.float32(1e-3), 3])
 def test_epsilon(op, epsilon, rng):
     x = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32)
