@@ -57,7 +57,8 @@ def register() -> None:
         from jaxops import _cpu
     except ImportError as error:
         raise ImportError(
-            f"jaxops is not built here ({error}). Install it (pip install .), or run `make build` in its source tree."
+            f"jaxops is not built here ({error}). In its source tree run `make build`; if it is installed (pip install "
+            ".), start Python in another directory, as in this one the sources come first."
         ) from error
     check_versions(jax.__version__, jaxlib.__version__, _cpu.jaxlib_headers)
     _kernel.register_handlers("cpu", _cpu.targets())

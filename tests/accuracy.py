@@ -319,13 +319,13 @@ Each cell has two numbers, and in brackets the same two of `jax.nn`, `jax.numpy`
 Of several results, gradients or inputs a figure is the worst. Denormal f32 operands count as zero, as everywhere in
 XLA. f32 products of the default precision are TF32's on a GPU. Infinities and NaN are where they belong; "differs"
 says that they are not. The squares of what a norm centres must be finite in f32: magnitudes up to 1e18. What was not
-measured is left out or "\N{EN DASH}"; so is a number that was measured in other units.
+measured is "\N{EN DASH}".
 """
 
 
 def _number(value: float) -> str:
     return (
-        ""
+        "\N{EN DASH}"
         if math.isnan(value)
         else "differs"
         if math.isinf(value)
@@ -344,7 +344,7 @@ def _pairs(numbers: Sequence[float], gradients: bool) -> list[str]:
 def _cells(row: Row | None) -> list[str]:
     """Of one device: values and gradients, the reference's in brackets."""
     if row is None:
-        return ["", ""]
+        return ["\N{EN DASH}"] * 2
     gradients = row.dtype not in fuzz.EIGHT_BITS
     both = ([getattr(row, prefix + name) for name in FIGURES] for prefix in ("", "reference_"))
     ours, theirs = (_pairs(numbers, gradients) for numbers in both)

@@ -7,10 +7,13 @@ import pathlib
 import re
 import shlex
 import statistics
+from unittest import mock
 
 import pytest
 
 from jaxops._comparison import ROW_OPS
+from jaxops._device import H200
+from jaxops.ops import _matmul_choice as choices
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -91,7 +94,7 @@ def test_figures():
         both = (rows[op, direction, "32768x4096", "bfloat16"] for direction in ("forward", "backward"))
         rates = [f"{float(row['ours']):.2f} ({float(row['xla']):.2f})" for row in both]
         assert f"| `{op}` | {rates[0]} | {rates[1]} |" in text
-    assert f"The last rows of all {len(rows)} measurements of such sizes" in text
+    assert f"The files have {len(rows)} measurements of such sizes" in text
     assert f"Of them {slower(rows)} are slower than XLA by 3 %" in text
     time = re.search(r"last rows up to ([\d-]+), ([\d:]+)", text)
     rows = last_rows("AMD EPYC, 2 cores", f"{time[1]}T{time[2]}")
@@ -147,11 +150,14 @@ def test_figures_of_bfloat16_products():
                 if "2026-11-28T10:57" <= row["date"] < "2026-11-28T11:06" and row["direction"] == "forward":
                     found[op, row["shape"]] = f"{float(row['ratio']):.2f}"
     table = re.findall(
-        r"^\| (\d+x\d+x\d+) \| ([\d.]*) ?\| ([\d.]*) ?\|$", (ROOT / "README.md").read_text(), re.MULTILINE
+        r"^\| (\d+x\d+x\d+) \| ([\d.*]*) ?\| ([\d.*]*) ?\|$", (ROOT / "README.md").read_text(), re.MULTILINE
     )
     assert len(table) == 19
     for shape, *cells in table:
-        assert cells == [found.get((op, shape), "") for op in ("matmul", "dense_gelu")]
+        product = choices.Product(*map(int, shape.split("x")), "16bit")
+        for op, finished, cell in zip(("matmul", "dense_gelu"), (False, True), cells, strict=True):
+            star = "*" * (choices.choose(product, H200, finished, finished).kernel == "xla")
+            assert cell == ((op, shape) in found) * (found.get((op, shape), "") + star)
     assert all(float(ratio) >= 0.98 for (op, _), ratio in found.items() if op == "matmul")
 
 
@@ -196,3 +202,9 @@ def test_charts(tmp_path):
     assert [row["ours"] for row in charts.read_rows(tmp_path / "a.csv")] == ["2"]
     with (tmp_path / "a.csv").open() as file:
         assert b"NVIDIA X, jax 1, measured 2026-01-01 to 2026-01-02" in charts.draw_bars(list(csv.DictReader(file))[:2])
+    sizes = [("4096x8", "NVIDIA X"), ("4096x16", "NVIDIA X"), ("64x8", "NVIDIA X"), ("8192x8", "NVIDIA Y")]
+    values = {"date": "2026-01-01", "jax": "1", "dtype": "float32", "direction": "forward", "unit": "TB/s"}
+    values |= {"ours": "1", "xla": "1", "ceiling": ""}
+    with mock.patch.object(charts, "_svg") as svg:
+        charts.draw_rows([{"shape": shape, "device": device, **values} for shape, device in sizes])
+    assert [row["shape"] for row in svg.call_args.args[1]] == ["4096x8", "4096x16"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _svg(figure: Figure, rows: Sequence[dict[str, str]]) -> bytes:
-    last = max(rows, key=lambda row: row["date"])
-    dates = dict.fromkeys(row["date"][:10] for row in (min(rows, key=lambda row: row["date"]), last))
-    caption = f"{last['device']}, jax {last['jax']}, measured {' to '.join(dates)}"
+    said = {name: sorted({row[name] for row in rows}) for name in ("device", "jax", "date")}
+    dates = dict.fromkeys(said["date"][end][:10] for end in (0, -1))
+    caption = f"{', '.join(said['device'])}, jax {', '.join(said['jax'])}, measured {' to '.join(dates)}"
     figure.supxlabel(caption, fontsize="small", color="0.4")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -44,11 +45,19 @@ def _svg(figure: Figure, rows: Sequence[dict[str, str]]) -> bytes:
 def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
     """Rates of a row op over the number of columns, by direction and dtype; the last axis of whole matrices only.
 
-    Hollow points: rows that are no multiple of 8 elements.
+    Of the matrices with as many columns the one with the most rows, on the device on which most were measured. Hollow
+    points: rows that are no multiple of 8 elements.
     """
-    matrices = [(int(found[1]), row) for row in rows if (found := re.fullmatch(r"\d+x(\d+)", row["shape"]))]
-    if not matrices:
+    sizes = [(*map(int, row["shape"].split("x")), row) for row in rows if re.fullmatch(r"\d+x\d+", row["shape"])]
+    if not sizes:
         return None
+    device = statistics.mode(row["device"] for *_, row in sizes)
+    largest = {
+        (row["dtype"], row["direction"], columns): (columns, row)
+        for _, columns, row in sorted(sizes, key=lambda size: size[0])
+        if row["device"] == device
+    }
+    matrices = list(largest.values())
     figure = Figure(figsize=(9, 6), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True, squeeze=False)
     for line, dtype in zip(panels, ("bfloat16", "float32"), strict=True):
