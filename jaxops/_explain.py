@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxops._kernel import HANDLERS, KERNELS
+from jaxops._kernel import COMPOSITES, HANDLERS, KERNELS
 
 _PREFIX = "jaxops_"
 
@@ -46,6 +47,11 @@ class KernelCall:
     bytes: int
     flops: int
 
+    @property
+    def times_or_once(self) -> int:
+        """`times`; 1 if a `while` loop decides."""
+        return 1 if self.times is None else self.times
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
@@ -64,12 +70,12 @@ class Explanation:
     @property
     def bytes(self) -> int:
         """Of all calls together, those in `while` loops counted once."""
-        return sum(call.bytes * (call.times or 1) for call in self.calls)
+        return sum(call.bytes * call.times_or_once for call in self.calls)
 
     @property
     def flops(self) -> int:
         """Of all calls together, those in `while` loops counted once."""
-        return sum(call.flops * (call.times or 1) for call in self.calls)
+        return sum(call.flops * call.times_or_once for call in self.calls)
 
     def __str__(self) -> str:
         rows = [("kernel", "times", "runs on", "operands -> results", "bytes", "flops", "call")]
@@ -94,7 +100,7 @@ def _quantity(number: Any) -> str:
     if not isinstance(number, int):
         return f"{number} "
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
+        if number >= 0.9995 * size:
             return f"{number / size:.3g} {prefix}"
     return f"{number} "
 
@@ -119,8 +125,13 @@ def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEq
         name = equation.primitive.name
         stack = str(equation.source_info.name_stack)
         here = "/".join(part for part in (scope, stack) if part)
-        inner = list(_jaxprs(equation))
-        if name.startswith(_PREFIX) or not inner:
+        composite = COMPOSITES.get(name.removeprefix(_PREFIX))
+        if composite is not None:  # it was not transposed: what it stands for runs
+            avals = (variable.aval for variable in equation.invars)
+            inner = [jax.make_jaxpr(functools.partial(composite.composed, **equation.params))(*avals).jaxpr]
+        else:
+            inner = list(_jaxprs(equation))
+        if name.removeprefix(_PREFIX) in KERNELS or not inner:
             yield equation, times, here
             continue
         if name == "scan":
@@ -184,7 +195,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
         products += name == "dot_general"
         name = name.removeprefix(_PREFIX)
         kernel = KERNELS.get(name)
-        if kernel is None:  # XLA's, or what stands for XLA's until it is transposed
+        if kernel is None:
             continue
         avals, results = ([variable.aval for variable in side] for side in (equation.invars, equation.outvars))
         available = name in HANDLERS.get(platform, ()) and all(math.prod(aval.shape) for aval in avals)

@@ -18,6 +18,7 @@ from jaxops._sharding import (
     Layout,
     gather,
     on_auto_axes,
+    only_for_xla,
     partitioned,
     requires_devices,
     reshard_like,
@@ -31,8 +32,9 @@ from jaxops._warnings import warn_fallback
 # names an older convention fails to find its target instead of calling a newer one wrongly.
 CALLING_CONVENTION = 11
 
-#: Every kernel by name, in the order of declaration.
+#: Every kernel by name, in the order of declaration; and those without a target.
 KERNELS: dict[str, Kernel] = {}
+COMPOSITES: dict[str, Kernel] = {}
 
 #: The platforms (as JAX lowers for them: "cpu", "cuda") whose handlers are registered, and their kernels.
 HANDLERS: dict[str, frozenset[str]] = {}
@@ -105,9 +107,10 @@ class Kernel:
         ad.primitive_transposes[primitive] = self._transpose
         requires_devices(primitive)
         if not target:
+            COMPOSITES[name] = self
             mlir.register_lowering(primitive, mlir.lower_fun(self.composed, multiple_results=True))
             return
-        for platform in ("cpu", "cuda"):
+        for platform in ("cpu", "cuda", "rocm", "tpu"):
             lowering = mlir.lower_fun(functools.partial(self._lower, platform), multiple_results=True)
             mlir.register_lowering(primitive, lowering, platform=platform)
         other = mlir.lower_fun(functools.partial(self._lower, "this platform"), multiple_results=True)
@@ -122,7 +125,7 @@ class Kernel:
             warn_fallback(f"{self.name} on {platform}", "jaxops was built without kernels for it")
         run = self.call_target if here else self.plain
         local = functools.partial(self.local, run, **params)
-        program = (__version__, platform, here, sorted(params.items()))
+        program = (__version__, target_name(self.name), platform, here, sorted(params.items()))
         digest = hashlib.sha256(repr(program).encode()).hexdigest()[:16]
         name = f"jaxops_{self.name}_{digest}"
         types = self.typed(*map(jax.typeof, operands), **params)
@@ -142,6 +145,9 @@ class Kernel:
         return jax.ffi.ffi_call(target_name(self.name), results)(*operands, **attributes)
 
     def bind(self, *operands, **params) -> list[jax.Array]:
+        if why := next(filter(None, map(only_for_xla, operands)), None):
+            warn_fallback(self.name, why)
+            return self.plain(*operands, **params)
         operands = vary_alike(operands)
         if any(jax.typeof(x).sharding.mesh.explicit_axes for x in operands):
             operands = gather(self.layout(*operands, **params), operands)

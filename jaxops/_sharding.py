@@ -83,6 +83,15 @@ def typed_results(
     ]
 
 
+def only_for_xla(x: jax.Array) -> str | None:
+    """What kernels know nothing of, in a value's type: the host's memory, or a sum over a mesh axis yet to be taken."""
+    like = jax.typeof(x)
+    if like.memory_space != jax.memory.Space.Device:
+        return "an operand is not in the device's memory"
+    partial = (axes for kind in (like.sharding.spec, like.manual_axis_type) for axes in (kind.unreduced, kind.reduced))
+    return "an operand is unreduced, or its cotangent, over an axis of the mesh" if any(partial) else None
+
+
 def vary_alike(operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """The operands, inside shard_map varying over the same manual axes."""
     axes = [jax.typeof(x).manual_axis_type.varying for x in operands]

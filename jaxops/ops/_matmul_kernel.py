@@ -71,12 +71,17 @@ def precision_of(precision):
         precision = _PRECISIONS.get(precision) or lax.DotAlgorithmPreset[precision]
     if precision is None:
         precision = lax.Precision.DEFAULT
-    if isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+    if has_algorithm(precision):
         if precision != lax.DotAlgorithmPreset.DEFAULT:
             return precision
         precision = lax.Precision.DEFAULT
     pair = precision if isinstance(precision, tuple | list) else (precision, precision)
     return tuple(_PRECISIONS[p] if isinstance(p, str) else p for p in pair)
+
+
+def has_algorithm(precision) -> bool:
+    """Whether what `precision_of` gives is an algorithm, not one precision for each operand."""
+    return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
 
 
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
@@ -109,7 +114,7 @@ def arithmetic_of(lhs, rhs, precision) -> str | None:
 
 def _plain_precision(lhs, rhs, precision):
     """That with which XLA's dot does what the kernels do, as `precision_of`: not every platform has dot algorithms."""
-    if isinstance(precision, tuple) or (arithmetic := arithmetic_of(lhs, rhs, precision)) is None:
+    if not has_algorithm(precision) or (arithmetic := arithmetic_of(lhs, rhs, precision)) is None:
         return precision
     return precision_of(lax.Precision.HIGHEST if arithmetic in ("f32", "f8") else lax.Precision.DEFAULT)
 
@@ -236,10 +241,7 @@ class _MatmulKernel(Kernel):
             )
             axes = tuple(range(len(batch)))
             z = lax.dot_general(lhs, rhs, (contract, (axes, axes)), precision=precision, preferred_element_type=wide)
-        z = z if scale is None else z * scale.astype(wide)
-        z = z if bias is None else z + bias.astype(wide)
-        out = ACTIVATIONS[spec.activation](z.astype(accumulator(wide))).astype(spec.dtype)
-        return restore([out, z.astype(spec.dtype)] if preactivation else [out])
+        return restore(_finished(z, scale, bias, spec, preactivation))
 
     def choice(self, *operands, spec, preactivation=False) -> choices.Choice:
         """Which kernel computes the product on this machine's GPU, or on an H200 if there is none."""
@@ -355,20 +357,23 @@ class _MatmulKernel(Kernel):
             if bias is not None and bias.shape[dimension] != 1:
                 bias = lax.dynamic_slice_in_dim(bias, lax.axis_index(axes) * size, size, dimension)
         z = lax.psum(z, over) if over else z
-        wide = accumulator(lhs.dtype, spec.dtype)
-        z = z.astype(wide) if bias is None else z.astype(wide) + bias.astype(wide)
-        out = ACTIVATIONS[spec.activation](z).astype(spec.dtype)
-        return [out, z.astype(spec.dtype)] if preactivation else [out]
+        return _finished(z.astype(accumulator(lhs.dtype, spec.dtype)), None, bias, spec, preactivation)
 
     def batch(self, operands, dims, *, spec, preactivation):
-        """A batch axis; where rhs is not mapped and there is no other, an axis of m instead: still one product."""
+        """A batch axis; where rhs is not mapped and there is no other, an axis of m instead: still one product.
+
+        With neither lhs nor rhs mapped, the product is taken once, and finished with each entry's scale and bias.
+        """
         moved = [
             jnp.expand_dims(x, 0) if dim is None else jnp.moveaxis(x, dim, 0)
             for x, dim in zip(operands, dims, strict=True)
         ]
-        if dims[0] is dims[1] is None:  # a bias or a scale for each entry, of one product
-            size = next(x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None)
-            moved[0] = jnp.broadcast_to(moved[0], (size, *operands[0].shape))
+        if dims[0] is dims[1] is None:
+            sums = spec._replace(dtype=accumulator(operands[0].dtype, spec.dtype), activation=None)
+            (z,) = self(*operands[:2], None, None, sums)
+            _, _, scale, bias = self._named(moved, spec)
+            out = _finished(z[None], scale, bias, spec, preactivation)
+            return out, [0] * len(out)
         m, n, k = spec.counts
         one_scale = not spec.scaled or dims[2] is None
         one_matrix = dims[1] is None and operands[1].ndim == n + k and not (spec.lhs_transposed or spec.triangle)
@@ -432,18 +437,25 @@ class _MatmulKernel(Kernel):
         return _product(spec, scale, rhs.aval, *right, triangle)
 
 
+def _finished(z, scale, bias, spec, preactivation) -> list[jax.Array]:
+    """The results of sums z, in whose dtype they are scaled and biased."""
+    z = z if scale is None else z * scale.astype(z.dtype)
+    z = z if bias is None else z + bias.astype(z.dtype)
+    out = ACTIVATIONS[spec.activation](z.astype(accumulator(z.dtype))).astype(spec.dtype)
+    return [out, z.astype(spec.dtype)] if preactivation else [out]
+
+
 kernel = _MatmulKernel("matmul", plain_on=("cpu",))
 
 
 def _product(spec, scale, like, lhs, lhs_transposed, rhs, rhs_transposed, counts, triangle):
     """scale lhs @ rhs as the cotangent of `like`: of its dtype, summed over batch axes along which it broadcasts."""
     if lhs.dtype != rhs.dtype:
-        has_algorithm = not isinstance(spec.precision, tuple)
-        if has_algorithm and like.dtype.itemsize == 2:  # to which it rounds the cotangent, as XLA's dot would
+        if has_algorithm(spec.precision) and like.dtype.itemsize == 2:  # to which it rounds the cotangent, as XLA's dot would
             wide = like.dtype
         else:
             wide = promoted(*(x.dtype for x in (lhs, rhs) if x.dtype.itemsize > 1))
-            if has_algorithm:  # of 8 bits, which hold no cotangent. TF32 keeps as many bits as bf16 has.
+            if has_algorithm(spec.precision):  # of 8 bits, which hold no cotangent. TF32 keeps as many bits as bf16 has.
                 spec = spec._replace(precision=precision_of(lax.Precision.DEFAULT))
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
     product = Spec(lhs_transposed, rhs_transposed, np.dtype(lhs.dtype), None, spec.precision, counts, triangle=triangle)

@@ -16,7 +16,7 @@ from jaxops import _arguments as arguments
 from jaxops._rows import accumulator, expand_rank, promoted
 from jaxops._warnings import warn_fallback
 from jaxops.ops._epilogue import ACTIVATIONS
-from jaxops.ops._matmul_kernel import EIGHT_BITS, Spec, arithmetic_of, kernel, precision_of
+from jaxops.ops._matmul_kernel import EIGHT_BITS, Spec, arithmetic_of, has_algorithm, kernel, precision_of
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,7 +77,7 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
         why = "out_sharding is left to XLA's dot"
     elif not fits:
         why = f"there is no kernel for {a.dtype} and {b.dtype} with a result of {out.dtype}"
-    elif not isinstance(wanted, tuple) and arithmetic_of(*dtypes, wanted) is None:
+    elif has_algorithm(wanted) and arithmetic_of(*dtypes, wanted) is None:
         why = f"there is no kernel for the dot algorithm {getattr(wanted, 'name', wanted)} of {a.dtype} and {b.dtype}"
     if why:
         warn_fallback(op, why)
