@@ -77,6 +77,19 @@ def test_gradients():
     assert kernels == ["softmax_fwd", "softmax_bwd"]
 
 
+@pytest.mark.parametrize("op", ["softmax", "rms_norm", "layer_norm"])
+def test_forward_mode(op):
+    """Its tangents are what the backward kernel gives."""
+    function = getattr(jaxops, op)
+    kernels = [c.kernel for c in jaxops.explain(lambda x: jax.jvp(function, (x,), (x,)), X).calls]
+    assert kernels == [f"{op}_fwd", f"{op}_bwd"]
+
+
+def test_scans_without_steps():
+    found = jaxops.explain(lambda x: jax.lax.scan(lambda c, _: (jaxops.rms_norm(c), None), x, None, length=0), X)
+    assert [call.times for call in found.calls] == [0] and found.bytes == 0
+
+
 def test_gradients_of_an_activation():
     kernels = [c.kernel for c in jaxops.explain(jax.grad(lambda x: network(x, jnp.ones((8, 6))).sum()), X).calls]
     assert kernels == ["matmul", "softmax_fwd", "softmax_bwd", "epilogue_bwd", "matmul"]

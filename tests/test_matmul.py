@@ -353,6 +353,24 @@ def test_scales_under_vmap(rng):
             np.testing.assert_allclose(got[i], s * (wide(x) @ wide(y)), rtol=1e-5, atol=1e-5)
 
 
+def test_one_product_for_many_biases_and_scales(rng):
+    """With neither operand mapped."""
+    a, b, biases, scales = (normal(rng, shape) for shape in ((6, 8), (8, 5), (3, 5), (3,)))
+
+    def function(bias, scale):
+        return jaxops.matmul(a, b, bias=bias, lhs_scale=scale, activation="silu")
+
+    for axes in ((0, 0), (0, None), (None, 0)):
+        mapped = [x[0] if axis is None else x for x, axis in zip((biases, scales), axes, strict=True)]
+        batched = jax.vmap(jax.value_and_grad(lambda *xs: function(*xs).sum(), (0, 1)), axes)
+        assert str(jax.make_jaxpr(jax.vmap(function, axes))(*mapped)).count(" jaxops_matmul[") == 1
+        for i, got in enumerate(zip(*jax.tree.leaves(batched(*mapped)), strict=True)):
+            xs = [x if axis is None else x[i] for axis, x in zip(axes, mapped, strict=True)]
+            wanted = jax.tree.leaves(jax.value_and_grad(lambda *xs: function(*xs).sum(), (0, 1))(*xs))
+            for mine, target in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(mine, target, rtol=1e-5, atol=1e-5)
+
+
 def test_scales_without_a_kernel(fallback):
     a = jnp.full((4, 8), 2, jnp.float8_e4m3fn)
     got = jaxops.matmul(a, a.T, lhs_scale=0.25)
@@ -466,10 +484,16 @@ def matmul_on_kernel(a, b, **options):
     return function(a, b)
 
 
-@pytest.mark.parametrize("name", ["BF16_BF16_F32", "BF16_BF16_F32_X3"])
-def test_other_dot_algorithms_run_on_xla(name, rng, fallback):
+OTHER_ALGORITHMS = (
+    lax.DotAlgorithmPreset.BF16_BF16_F32,
+    lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    lax.DotAlgorithm(np.float16, np.float16, np.float16),
+)
+
+
+@pytest.mark.parametrize("algorithm", OTHER_ALGORITHMS, ids=str)
+def test_other_dot_algorithms_run_on_xla(algorithm, rng, fallback):
     a, b = normal(rng, (6, 40)), normal(rng, (40, 7))
-    algorithm = lax.DotAlgorithmPreset[name]
     assert "jaxops_matmul" not in str(jax.make_jaxpr(lambda a, b: jaxops.matmul(a, b, precision=algorithm))(a, b))
 
 

@@ -172,6 +172,35 @@ def test_shard_map_over_a_part_of_the_mesh(manual, free, rng):
         assert found.get("all-reduce", 0) == wanted and set(found) <= {"all-reduce"}
 
 
+def test_reduced_operands(rng, fallback):
+    """A weight whose gradient is not to be summed yet: as in jax.numpy, on XLA."""
+    mesh = transformations.make_mesh(AxisType.Explicit)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 16), (16, 4)))
+    with jax.set_mesh(mesh):
+        x, weight = jax.reshard(x, P("data")), jax.reshard(weight, P(reduced={"data"}))
+        ours, wanted = (
+            jax.grad(lambda w, product=product: jnp.sin(product(x, w)).sum())(weight)
+            for product in (jaxops.matmul, jnp.matmul)
+        )
+        assert jax.typeof(ours) == jax.typeof(wanted) and jax.typeof(ours).sharding.spec.unreduced == {"data"}
+        np.testing.assert_allclose(*(jax.reshard(g, P()) for g in (ours, wanted)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["softmax", "layer_norm"])
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")
+def test_unreduced_operands(op):
+    """JAX refuses what is not linear in them."""
+    mesh = transformations.make_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+
+        @jax.shard_map(in_specs=P("data"), out_specs=P(None, unreduced={"data"}))
+        def function(x):
+            return getattr(jaxops, op)(jax.lax.pcast(x, "data", to="unreduced"))
+
+        with pytest.raises((ValueError, NotImplementedError)):
+            function(jax.reshard(jnp.ones((8, 16)), P("data")))
+
+
 def test_operands_split_differently():
     mesh = transformations.make_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):

@@ -451,11 +451,12 @@ kernel = _MatmulKernel("matmul", plain_on=("cpu",))
 def _product(spec, scale, like, lhs, lhs_transposed, rhs, rhs_transposed, counts, triangle):
     """scale lhs @ rhs as the cotangent of `like`: of its dtype, summed over batch axes along which it broadcasts."""
     if lhs.dtype != rhs.dtype:
-        if has_algorithm(spec.precision) and like.dtype.itemsize == 2:  # to which it rounds the cotangent, as XLA's dot would
-            wide = like.dtype
+        algorithm = has_algorithm(spec.precision)
+        if algorithm and like.dtype.itemsize == 2:
+            wide = like.dtype  # to which the algorithm rounds the cotangent, as XLA's dot would
         else:
             wide = promoted(*(x.dtype for x in (lhs, rhs) if x.dtype.itemsize > 1))
-            if has_algorithm(spec.precision):  # of 8 bits, which hold no cotangent. TF32 keeps as many bits as bf16 has.
+            if algorithm:  # of 8 bits, which hold no cotangent. TF32 keeps as many bits as bf16 has.
                 spec = spec._replace(precision=precision_of(lax.Precision.DEFAULT))
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
     product = Spec(lhs_transposed, rhs_transposed, np.dtype(lhs.dtype), None, spec.precision, counts, triangle=triangle)
