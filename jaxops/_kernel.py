@@ -149,7 +149,10 @@ class Kernel:
             warn_fallback(self.name, why)
             return self.plain(*operands, **params)
         operands = vary_alike(operands)
-        if any(jax.typeof(x).sharding.mesh.explicit_axes for x in operands):
+        meshes = [jax.typeof(x).sharding.mesh for x in operands]
+        if explicit := next((mesh for mesh in meshes if mesh.explicit_axes), None):
+            whole = NamedSharding(explicit, PartitionSpec())  # so that a cotangent comes back whole, too
+            operands = [jax.reshard(x, whole) if mesh.empty else x for x, mesh in zip(operands, meshes, strict=True)]
             operands = gather(self.layout(*operands, **params), operands)
         return self.primitive.bind(*operands, **params)
 

@@ -201,6 +201,19 @@ def test_unreduced_operands(op):
             function(jax.reshard(jnp.ones((8, 16)), P("data")))
 
 
+@pytest.mark.parametrize("op, shape", [("matmul", (16, 4)), ("rms_norm", (16,))])
+def test_parameters_that_are_not_on_the_mesh(op, shape):
+    """Beside operands that are: their gradients are whole, also twice."""
+    mesh, parameter = transformations.make_mesh(AxisType.Explicit), jnp.ones(shape)
+    with jax.set_mesh(mesh):
+        x = jax.reshard(jnp.ones((8, 16)), P(None, "data"))
+        gradient = jax.grad(lambda p: jnp.sum(getattr(jaxops, op)(x, p) ** 2))
+        assert not any(jax.typeof(jax.jit(gradient)(parameter)).sharding.spec)
+        twice = jax.jit(jax.grad(lambda p: jnp.sum(gradient(p) ** 2)))(parameter)
+        step, _ = jax.jit(lambda p: jax.lax.scan(lambda p, _: (p - gradient(p), None), p, None, length=2))(parameter)
+    assert twice.shape == step.shape == shape
+
+
 def test_operands_split_differently():
     mesh = transformations.make_mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
