@@ -26,10 +26,10 @@ from jaxops._warnings import warn_fallback
 #: The parameters that name axes of x. vmap shifts them; an axis of -1 is none.
 AXIS_PARAMETERS = ("axes", "kept", "query_axis", "key_axis")
 
-#: As many normalised axes, and as many others, do the handlers take (ffi/core/row_shape.h).
+#: The most normalised axes, and the most other axes, that the handlers take (ffi/core/row_shape.h).
 MAX_AXES = 12
 
-#: As many elements of a row do they take.
+#: The most elements of a row that they take.
 MAX_COLUMNS = 2**31 - 2**20 - 1
 
 

@@ -1,4 +1,4 @@
-"""Kernels on many devices: how the axes of a kernel's operands and results that are one axis stay split alike.
+"""Kernels on many devices: how axes of a kernel's operands and results that correspond to each other stay split alike.
 
 A layout gives every axis of every operand and result a name; axes of one name are one. From it come the types of the
 results on Explicit meshes and in shard_map, the rule by which Shardy propagates shardings on Auto meshes, and what is

@@ -45,8 +45,8 @@ inline Error Invalid(const char* handler, const std::string& what) {
   return Error::InvalidArgument(std::string(handler) + ": " + what);
 }
 
-// Refuses a buffer of which nothing can be computed: more bytes than an int64 counts (empty axes left out: strides are
-// products too), no memory, or memory that its elements cannot lie in.
+// Refuses buffers that cannot be computed on: with more bytes than an int64 counts (empty axes left out, as strides are
+// products too), a null pointer, or memory that is not aligned to the elements.
 inline Error CheckBuffer(const char* handler, const AnyBuffer& buffer) {
   const DataType type = buffer.element_type();
   const uintptr_t alignment = type == DataType::F64                             ? 8

@@ -22,14 +22,14 @@ struct Grid {
   size_t shared_bytes = 0;  // dynamic shared memory
 };
 
-// Up to 48 KiB of shared memory together with a kernel's static share need no leave.
-inline bool NeedsLeave(const Grid& grid) { return grid.shared_bytes > 16 << 10; }
-// A leave is the kernel's, not the call's: whoever needs one holds this until it has launched, as another thread may
-// ask for less for the same kernel.
-class Leave {
+// Kernels with up to 48 KiB of shared memory need no opt-in; of that up to 32 KiB may be static.
+inline bool NeedsOptIn(const Grid& grid) { return grid.shared_bytes > 16 << 10; }
+// The opt-in is a property of the kernel, not of the launch: who needs one holds this lock until it has launched,
+// because another thread could set a smaller limit for the same kernel.
+class OptInLock {
  public:
-  explicit Leave(const Grid& grid) : lock_(mutex_, std::defer_lock) {
-    if (NeedsLeave(grid)) lock_.lock();
+  explicit OptInLock(const Grid& grid) : lock_(mutex_, std::defer_lock) {
+    if (NeedsOptIn(grid)) lock_.lock();
   }
 
  private:
@@ -41,7 +41,7 @@ class Leave {
 template <class... Parameters>
 cudaError_t Prepare(void (*kernel)(Parameters...), const Grid& grid) {
   cudaError_t status = cudaSuccess;
-  if (NeedsLeave(grid)) {
+  if (NeedsOptIn(grid)) {
     status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared_bytes));
   }
@@ -73,7 +73,7 @@ cudaError_t Launch(cudaStream_t stream, void (*kernel)(Parameters...), const Gri
                    const Arguments&... arguments) {
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  const Leave leave(grid);
+  const OptInLock lock(grid);
   if (const cudaError_t status = Prepare(kernel, grid); status != cudaSuccess) return status;
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = Configuration(grid, stream, &attribute);
@@ -109,7 +109,7 @@ inline cudaError_t CountMultiprocessors(int* count) {
 template <class... Parameters>
 int ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
   int count = 0, multiprocessors = 0;
-  const Leave leave(grid);
+  const OptInLock lock(grid);
   if (Prepare(kernel, grid) != cudaSuccess) return 0;
   if (grid.cluster > 1) {
     grid.blocks = grid.cluster;
@@ -135,8 +135,8 @@ inline int MostDynamicShared() {
 template <int = 0>
 __global__ void CompiledKernel() {}
 
-// The compute capability that the kernels were compiled for which the current device runs, as __CUDA_ARCH__ / 10: less
-// than the device's where it runs code for an older one. 0 if it is not known.
+// The compute capability of the code that the current device runs, as __CUDA_ARCH__ / 10. It is lower than the device's
+// own where that runs code compiled for an older one; 0 if it is not known.
 inline int CompiledCapability() {
   static PerDevice capability;
   return capability.Get([] {

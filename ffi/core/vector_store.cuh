@@ -8,9 +8,9 @@
 
 namespace jaxops {
 
-// In vectors of 16 or 8 bytes, to which `to` in global memory must be aligned; what is smaller is assigned. Nothing
-// that a kernel stores so is read by it. nvcc begins no read before such a store that stands behind it: not for loops
-// that read on, whose assignments cost less.
+// Stores `value` in vectors of 16 or 8 bytes, to which `to`, in global memory, must be aligned; smaller values by an
+// assignment. A kernel must not read what it has stored so. nvcc starts no read that follows such a store in the
+// program before it: in loops that go on reading, an assignment costs less.
 template <class V>
 __device__ void StoreVector(V* to, const V& value) {
   [[maybe_unused]] const uint32_t* const words = reinterpret_cast<const uint32_t*>(&value);

@@ -87,8 +87,8 @@ __device__ inline uint32_t ClusterRank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// That this block runs, and what FenceBarriers has made visible is so to those who wait. Orders nothing else: a barrier
-// that releases waits for all earlier writes to global memory, 0.5 us and more.
+// Signals that this block runs, and publishes what FenceBarriers made visible to those who wait. It orders nothing
+// else: a releasing barrier would wait for all earlier writes to global memory, 0.5 us and more.
 __device__ inline void ClusterArrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void ClusterWait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 // Where the cluster's block `rank` has what this block has at `address` of its shared memory.

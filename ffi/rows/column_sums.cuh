@@ -134,9 +134,9 @@ __global__ void __launch_bounds__(kSumThreads) SumFewRowsKernel(const __grid_con
   }
 }
 
-// Whether the rows are so few that a kernel for their own results and one for the sums over them take less time than
-// one for both, whose blocks would have a few rows each, and one that adds their sums. Not where the workspace has more
-// chunks than _chunks in jaxops/_rows.py gives so many rows: symbolic ones, and tests of the other kernels.
+// Whether there are so few rows that two kernels, one for the rows' own results and one for the sums over them, take
+// less time than one for both, with a few rows per block, and one that adds the blocks' sums. False where the workspace
+// has more chunks than _chunks in jaxops/_rows.py gives so many rows: symbolic sizes, and tests of the other kernels.
 template <int kSlots>
 bool HasFewRows(const RowShape<kSlots>& shape, int sum_slot, int64_t chunks) {
   const auto &groups = shape.groups, &rows = shape.rows, &columns = shape.columns;

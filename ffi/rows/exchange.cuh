@@ -211,10 +211,10 @@ class Exchange {
     }
   }
 
-  // The join over the threads of one row in two steps, with other work between them: Post sends what each warp has to
-  // all blocks of the cluster, or to its own block's first warp, which sends the block's on; Collect takes what all
-  // have sent. Who posts a row has collected the one before it, so all warps had posted that, and collected the one
-  // before that one: two sets of slots are enough here too.
+  // The join over the threads of one row in two steps, with other work between them. Post sends each warp's value to
+  // all blocks of the cluster, or to its own block's first warp, which sends the block's on; Collect joins what all
+  // have sent. A warp posts row r only after it has collected row r - 1; by then all warps have posted r - 1, and so
+  // collected r - 2: two sets of slots are enough here too.
   template <class J, class V>
   __device__ void Post(V value) {
     if (first_) ClusterWait();

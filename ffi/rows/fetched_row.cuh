@@ -11,8 +11,8 @@
 
 namespace jaxops::rows {
 
-// A placement whose rows are fetched kStages - 1 ahead; with one stage each pack as soon as the one in its place has
-// been used. kShared: parameters are kept in shared memory, not in registers. kKept: the row's packs are. kAhead: the
+// A placement that fetches rows kStages - 1 ahead; with one stage, each pack as soon as the pack in its place has been
+// used. kShared: parameters are kept in shared memory, not in registers. kKept: the row's packs are. kAhead: the
 // next row is begun before the present one is finished, which is where blocks share a row and there is a stage for it.
 template <class P, int kStages_, bool kShared_ = false, bool kKept_ = !kShared_ && P::kRows == 1 && P::kPacks <= 4>
 struct Looped : P {

@@ -409,9 +409,10 @@ __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
   }
 }
 
-// kManyBlocks: of rows of which each thread works on several, so that few would leave most multiprocessors without
-// work. kFewThreads: of few rows at most, half of what an H200 runs at once; in clusters eight times as many, as theirs
-// have little to do each. Emulated: for tests to reach every placement.
+// kManyBlocks: how many blocks of rows there must be where each thread works on several rows, as else most
+// multiprocessors would be idle. kFewThreads: "few rows" take at most so many threads, half of what an H200 runs at
+// once, or in clusters, whose threads have little to do each, eight times as many. Smaller when emulated, for tests to
+// reach every placement.
 #ifdef JAXOPS_EMULATED
 inline constexpr int64_t kManyBlocks = 1, kFewThreads = 3 * 1024;
 #else

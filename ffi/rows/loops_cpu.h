@@ -285,8 +285,8 @@ struct RowLoop {
     }
   }
 
-  // Where the last two packs overlap. The last, which is taken before anything of the other is stored; both joined, the
-  // last as last(lane); the last stored.
+  // Where the last two packs overlap: the last is computed before anything of the other is stored; both are joined,
+  // each element once, the last pack's as last(lane); and the last is stored last.
   template <class F>
   JAXOPS_INLINE void TakeLast(F element, A (&last)[kPack]) const {
 #pragma omp simd

@@ -336,8 +336,8 @@ bool LaunchSumPlacement(cudaStream_t stream, const Op& op, const Layouts<Op::kSl
     return kLay != Lay::kShifted || rows <= step ||
            (layouts.rows.count == 1 && step * layouts.rows.strides[0][0] % kV == 0);
   };
-  // Of the chunks that there may be those that leave no team of a block without rows, and one where a team has few: the
-  // kernel that adds the chunks takes as long.
+  // At most as many chunks as leave every block rows; and one where there are at most four blocks of rows, as the
+  // second kernel, which adds the chunks, would take as long.
   const auto chunks_of = [&]<class P> {
     constexpr int kBlockRows = LoopRow<P, kV, kLay, A, Op>::kBlockRows;
     const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;

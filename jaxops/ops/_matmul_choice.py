@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxops._device import H200, Device
 
-#: Of which two blocks load half of each tile for both, in the order of the calling convention.
+#: The operand of which two blocks load half of each tile for both; in the order of the calling convention.
 SHARED_OPERANDS = (None, "lhs", "rhs")
 
 #: What need not be multiplied, in the order of the calling convention: see Spec in _matmul_kernel.py.
@@ -201,7 +201,7 @@ _PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
 _PLAIN_STORE, _ROWS_STORE, _STORE = 1.0, 2.6, 5.0
 #: The most rows, columns and terms that Hopper's kernel can count, with those of a tile beyond the last.
 _MOST = (1 << 31) - 1 - 512
-#: As many blocks of clusters of each size can an H200 hold, one on each multiprocessor.
+#: How many blocks of clusters of each size an H200 runs at once, with one block on each multiprocessor.
 _CLUSTERED_BLOCKS = {2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 120}
 
 
@@ -481,7 +481,7 @@ def _is_uneven(product: Product) -> bool:
 
 
 def _is_small(product: Product, device: Device, finished: bool) -> bool:
-    """Whether our kernel was faster than XLA's for an aligned product so small, of rows that lie within cache lines."""
+    """Whether our kernel was faster than XLA's for an aligned product this small, of rows within cache lines."""
     m, n, k = product.m, product.n, product.k
     if min(m, n) >= 128 and 1 << 15 <= m * n <= 1 << 18 and 320 <= k <= 2304 and k % 1024 != 0:
         return True

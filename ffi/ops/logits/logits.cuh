@@ -147,8 +147,8 @@ struct LogitsOptions {
       return [bits = words[pack / kPacks] >> Shift(pack)](int i) { return (bits >> i & 1u) != 0; };
     }
   };
-  // What is asked is asked once a row, and all reads begin before the first is used where packs have few elements: of
-  // more the booleans take more registers than their bits.
+  // Which options there are is tested once per row. Where packs have few elements, all reads begin before the first is
+  // used; of more the booleans would take more registers than their bits.
   template <class Row>
   __device__ HeldBits<Row> ReadVisible(const Row& row) const {
     constexpr bool kCounted = Row::kPadded && Row::kV == 1;  // packs beyond the row's end, or its limit, are masked
@@ -195,8 +195,8 @@ struct LogitsOptions {
     }
   }
 
-  // The logits x scale + bias, -inf where they are masked; and which are not. kKept: the latter will be asked for more
-  // than rarely.
+  // The logits x scale + bias, -inf where they are masked; and which are not, to be kept (kKept) if that is asked for
+  // often.
   template <bool kKept = true, class Row, class Source>
   __device__ auto Load(const Row& row, const Source& x) const {
     using T = ElementOf<Source>;

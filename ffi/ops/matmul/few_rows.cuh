@@ -21,11 +21,12 @@
 
 namespace jaxops::matmul {
 
-// Tiles have as many rows; the first names this kernel where a tile is asked for.
+// The rows of a tile, 16 or 32. In the calling convention, 16 rows select this kernel.
 inline constexpr int kFewRows = 16, kMoreRows = 32;
 
-// kResident: blocks of a multiprocessor. A k tile of rhs has 4096 bytes; 2048 of 16 columns, and 8192 of two blocks, of
-// half as many warps. Where its rows lie along n the memory is the faster the more of them are read side by side.
+// kResident: blocks per multiprocessor. A k tile of rhs has 4096 bytes; with 16 columns it has 2048, and with two
+// resident blocks, which have half as many warps, 8192. Where rows of rhs lie along n, the memory is the faster the
+// more of each row is read side by side.
 template <int kRows_, int kColumns_, bool kRhsTransposed_, int kResident_ = 1>
 struct FewRowsTile {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kResident = kResident_;
@@ -37,7 +38,7 @@ struct FewRowsTile {
   static constexpr int kRhsBytes = kColumns * kDepth * 2, kStageBytes = kRhsBytes + kRows * kDepth * 2;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kPitch = kColumns + 4;  // floats; from a row of sums to the second next are 8 banks
-  // So many warps' sums are in shared memory at a time; half, to which the others are added, where there is no room.
+  // Warps whose sums are in shared memory at once: half where there is no room for all; the others add to these.
   static constexpr int kSummers = kRows > 16 ? kWarps / 2 : kWarps;
   static constexpr int kSharedBytes = kRingBytes + kSummers * kRows * kPitch * 4;
   static_assert(kResident * (kSharedBytes + 1024) <= 228 << 10);

@@ -20,7 +20,7 @@ enum class Triangle : int32_t { kNone, kResult, kLhs, kCount };
 // Batch axes over which all operands move alike are merged; 8 remain free, more than nested vmaps produce.
 inline constexpr int kMaxBatchAxes = 8;
 
-// Blocks of a kernel that mostly has nothing to do, as a flag on the device says: the fewer the sooner it ends.
+// The most blocks of kernels that mostly return at once, because a flag on the device says so: fewer return sooner.
 inline constexpr int64_t kFewBlocks = 512;
 
 struct Offsets {

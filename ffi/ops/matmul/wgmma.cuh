@@ -106,7 +106,8 @@ template <class Tile, class P>
 __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
   const auto visit = [&](const WgmmaWork& work, int lhs, int rhs, const auto& fill) {
     const TileLoads loads(arguments, work);
-    // A loop for each way: small tiles take hardly longer to multiply than a lane needs to have them loaded.
+    // A loop for each way of loading, without branches: multiplying a small tile takes hardly longer than a lane needs
+    // to issue its loads.
     const auto fill_with = [&]<SharedOperand kShared, bool kRhsOnce> {
       fill([&](int stage, int k_tile) {
         if (!hopper::ElectLane()) return;
@@ -136,7 +137,7 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
     }
   };
   RingPlace<Tile> place = FillRing<Tile, P>(arguments, ring, visit);
-  // The other block of the pair has received all that this one loads, and arrives here no more.
+  // Waits until the other block of the pair has used all that this one loaded for it, and arrives here no more.
   if (arguments.paired())
     for (int i = 0; i < Tile::kStages; ++i, place.Advance()) ring.Empty(place.stage).Wait(place.parity);
 }
@@ -258,8 +259,8 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
   store.Finish();
 }
 
-// Registers a thread: 65,536 for a block's warpgroups, in steps of 8. With one warpgroup that multiplies there are
-// enough without moving any.
+// Registers per thread: a block's warpgroups share 65,536, in steps of 8. With a single warpgroup that multiplies there
+// are enough without moving any.
 inline constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
 
 template <class Tile, class P>
