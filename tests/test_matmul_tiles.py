@@ -238,6 +238,17 @@ def test_epilogues(operands, plan, force, rng):
             ("n", "gelu_exact", True, False),
             ("n", "silu", True, True),
             ("", None, False, True),
+        )
+    ]
+    cases += [  # of rows
+        Case(m, n, k, layout, operands.results[0], (), bias, activation, preactivation, scaled)
+        for (m, n, k, layout) in (
+            (200, 328, 256, "NN"),
+            (333, 515, 640, "NT"),
+            (13, 264, 512, "NN"),
+            (6, 264, 512, "NT"),
+        )
+        for bias, activation, preactivation, scaled in (
             ("m", None, False, False),
             ("mn", None, False, False),
             ("mn", "silu", True, True),
