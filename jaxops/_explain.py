@@ -13,12 +13,9 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxops._kernel import COMPOSITES, HANDLERS, KERNELS
+from jaxops._kernel import COMPOSITES, HANDLERS, KERNELS, PLATFORMS
 
 _PREFIX = "jaxops_"
-
-#: For which JAX lowers.
-_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,8 +172,8 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     """
     if not callable(function):
         raise TypeError(f"explain: function must be callable, got {type(function).__name__}")
-    if platform not in (None, *_PLATFORMS):
-        raise ValueError(f"explain: platform must be one of {', '.join(_PLATFORMS)} or None, got {platform!r}")
+    if platform not in (None, *PLATFORMS):
+        raise ValueError(f"explain: platform must be one of {', '.join(PLATFORMS)} or None, got {platform!r}")
     if platform is None:
         platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     leaves, structure = jax.tree.flatten((args, kwargs))

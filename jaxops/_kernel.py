@@ -32,6 +32,9 @@ from jaxops._warnings import warn_fallback
 # names an older convention fails to find its target instead of calling a newer one wrongly.
 CALLING_CONVENTION = 11
 
+#: The platforms for which JAX lowers.
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
 #: Every kernel by name, in the order of declaration; and those without a target.
 KERNELS: dict[str, Kernel] = {}
 COMPOSITES: dict[str, Kernel] = {}
@@ -110,7 +113,7 @@ class Kernel:
             COMPOSITES[name] = self
             mlir.register_lowering(primitive, mlir.lower_fun(self.composed, multiple_results=True))
             return
-        for platform in ("cpu", "cuda", "rocm", "tpu"):
+        for platform in PLATFORMS:
             lowering = mlir.lower_fun(functools.partial(self._lower, platform), multiple_results=True)
             mlir.register_lowering(primitive, lowering, platform=platform)
         other = mlir.lower_fun(functools.partial(self._lower, "this platform"), multiple_results=True)
