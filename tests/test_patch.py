@@ -155,7 +155,7 @@ def test_errors_are_those_of_jax_nn():
 def test_plain_forms_do_not_come_back(monkeypatch):
     """A kernel's plain form uses jax.nn itself, also when it is traced within a scope."""
     monkeypatch.setattr(_warnings, "_said", set())
-    with jaxops.patch_jax_nn(), pytest.warns(jaxops.FallbackWarning, match="softmax_fwd on tpu"):
+    with jaxops.patch_jax_nn(), pytest.warns(jaxops.FallbackWarning, match=" on tpu"):
         assert jax.nn.softmax(jnp.zeros((0, 3))).shape == (0, 3)
         text = jax.jit(jax.nn.softmax).trace(X).lower(lowering_platforms=("tpu",)).as_text()
     assert "stablehlo.exponential" in text

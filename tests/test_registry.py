@@ -81,7 +81,7 @@ def test_lowering_calls_every_handler(platform):
 
 def test_other_platforms_lower_to_plain_jax(monkeypatch):
     monkeypatch.setattr(_warnings, "_said", set())
-    with pytest.warns(jaxops.FallbackWarning, match="softmax_fwd on tpu"):
+    with pytest.warns(jaxops.FallbackWarning, match=" on tpu"):
         text = jax.jit(calls).trace(jnp.ones((3, 9))).lower(lowering_platforms=("tpu",)).as_text()
     assert "jaxops." not in text and "stablehlo.exponential" in text
 
