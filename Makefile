@@ -14,7 +14,8 @@ python_version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_
 VENV ?= .venv/python$(python_version)-jax$(or $(JAX),latest)
 python := $(VENV)/bin/python
 # With an NVIDIA driver here, jax comes with its CUDA plugin.
-jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
+supported := $(shell sed -n 's/^dependencies.*"jax\(>=[^"]*\)".*/\1/p' pyproject.toml)
+jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX),$(supported))
 headers := build/ffi_headers
 
 .PHONY: build test test-all matrix fuzz accuracy compatibility demo bench emulate sanitize sanitize-gpu docs wheel \
@@ -33,8 +34,10 @@ $(headers)/ready: pyproject.toml | $(VENV)/ready
 	  --target $(headers) "$$($(python) tools/requirements.py headers)"
 	touch $@
 
-# Incremental: ninja rebuilds what changed.
+# Incremental: ninja rebuilds what changed. What says for which Python, options and compilers the folder was made goes
+# first; the objects of the handlers depend on no Python, and stay.
 build: $(VENV)/ready $(headers)/ready
+	rm -f build/cmake/CMakeCache.txt build/cmake/.skbuild-info.json
 	$(python) -m pip install --quiet --no-build-isolation --no-deps --editable . \
 	  --config-settings=cmake.define.JAXOPS_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
 	  $(if $(CUDA),--config-settings=cmake.define.JAXOPS_CUDA=$(CUDA)) \

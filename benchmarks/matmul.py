@@ -1,6 +1,7 @@
 """matmul: floating-point operations a second, beside the best that XLA reaches on a square product in the same run.
 
-"float32" is compared in full precision, "tf32" is f32 in JAX's default precision: TF32 on a GPU, another product.
+"float32" is compared in full precision, "tf32" is f32 in JAX's default precision: TF32 on a GPU, another product. All
+others are compared in the default precision, too: XLA leaves out some of its kernels where another one is asked for.
 matmul_own is matmul on jaxops' own kernels also where the choice is XLA's dot for being faster; the choice rests on it.
 matmul_random is matmul, as a user gets it, of sizes drawn at random.
 """
@@ -201,13 +202,12 @@ def functions(case: Case, dtype: str) -> tuple[Callable[..., jax.Array], Callabl
         if eight_bits:
             options["preferred_element_type"] = "bfloat16"
         products = (functools.partial(product, **options) for product in (jaxops.dot_general, jax.lax.dot_general))
-    precision = "default" if eight_bits or dtype == "tf32" else "highest"
-    return tuple(_in_precision(product, precision) for product in products)
+    return tuple(map(_in_full_precision, products)) if dtype == "float32" else tuple(products)
 
 
-def _in_precision(function, precision):
+def _in_full_precision(function):
     def product(*operands):
-        with jax.default_matmul_precision(precision):
+        with jax.default_matmul_precision("highest"):
             return function(*operands)
 
     return product
