@@ -22,6 +22,13 @@ OPS = (*BY_HOST, *ROW_OPS, "matmul")
 BY_NAME = {"matmul_own": matmul.run_own, "matmul_random": matmul.run_random, "rows_random": rows_random.run}
 
 
+def _pattern(text):
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"no regular expression: {error}") from error
+
+
 def _arguments(argv):
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -49,10 +56,10 @@ def _arguments(argv):
     )
     parser.add_argument(
         "--only",
-        type=re.compile,
+        type=_pattern,
         default="",
         metavar="PATTERN",
-        help="an expression: only measurements in whose label (as 'softmax backward bfloat16 65536x1024') it is found",
+        help="a regular expression: only measurements with it in the label, as 'softmax backward bfloat16 65536x1024'",
     )
     parser.add_argument(
         "--results",
@@ -62,10 +69,10 @@ def _arguments(argv):
         help="where the CSV files are (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of what matmul_random and rows_random draw (default: %(default)s)"
+        "--seed", type=int, default=0, help="of the shapes of matmul_random and rows_random (default: %(default)s)"
     )
     arguments = parser.parse_args(argv)
-    if arguments.op not in ("matmul", *BY_NAME) and (only := {"float8_e4m3fn", "tf32"} & {*arguments.dtype}):
+    if not arguments.op.startswith("matmul") and (only := {"float8_e4m3fn", "tf32"} & {*arguments.dtype}):
         parser.error(f"--dtype {' '.join(sorted(only))} is of matmul alone")
     return arguments
 

@@ -173,7 +173,8 @@ jax.tree_util.register_dataclass(State, ["step", "parameters", "optimizer"], [])
 
 def make_optimizer(steps: int) -> optax.GradientTransformation:
     """AdamW with a warm-up and a cosine decay."""
-    rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, max(1, steps // 10), steps, end_value=1e-4)
+    warm_up = min(max(1, steps // 10), steps - 1)
+    rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, warm_up, steps, end_value=1e-4)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1))
 
 
@@ -232,7 +233,7 @@ def train(size: Size, library: str, on_jaxops: bool, steps: int, text: np.ndarra
             print(f"resumed at step {last}")
         first = int(state.step)
         lines = (out / "metrics.csv").read_text().splitlines()[1 : first + 1] if first else []
-        with (out / "metrics.csv").open("w", newline="") as file, progress.Progress(*columns) as bar:
+        with (out / "metrics.csv").open("w", newline="", buffering=1) as file, progress.Progress(*columns) as bar:
             file.writelines(f"{line}\n" for line in ("step,loss,gradient_norm,tokens_per_second", *lines))
             writer = csv.writer(file)
             task = bar.add_task(
@@ -266,6 +267,7 @@ def compare(size: Size, library: str, text: np.ndarray, rounds: int = 5, steps: 
     """Tokens a second of plain Flax and on jaxops: medians over rounds in which each runs in turn."""
     optimizer = make_optimizer(1000)
     tokens = jnp.asarray(draw_batch(text, size, 0))
+    count = steps * size.batch * size.length
     contenders = {}
     for name in ("flax", "jaxops"):
         init, apply = make_model(library, size, name == "jaxops")
@@ -282,7 +284,7 @@ def compare(size: Size, library: str, text: np.ndarray, rounds: int = 5, steps: 
             for _ in range(steps):
                 state, metrics = step(state, tokens)
             jax.block_until_ready(metrics)
-            rates[name].append(steps * tokens[:, 1:].size / (time.perf_counter() - begin))
+            rates[name].append(count / (time.perf_counter() - begin))
             contenders[name][1] = state
     return {name: statistics.median(values) for name, values in rates.items()}
 
@@ -298,11 +300,15 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
     parser.add_argument("--plain", action="store_true", help="train on plain Flax")
     options = parser.parse_args(arguments)
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps must be 1 or more, got {options.steps}")
     size = SIZES[options.size]
     steps = size.steps if options.steps is None else options.steps
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     text = read_text(options.text)
+    if len(text) <= size.length:
+        parser.error(f"--text must have more than {size.length} bytes, got {len(text)}")
     print(f"{options.size}: {size}, {len(text)} bytes of text, {jax.devices()[0].device_kind}")
     state = train(size, options.library, not options.plain, steps, text, out, options.save_every)
     count = sum(x.size for x in jax.tree.leaves(state.parameters))

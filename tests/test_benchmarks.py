@@ -189,3 +189,16 @@ ENTRY %main.3 (x: f32[4]) -> f32[4] {
 }
 """
     assert load("calls").kernels(hlo) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["softmax", "--only", "("], "no regular expression"),
+        (["rows_random", "--dtype", "tf32"], "tf32 is of matmul alone"),
+    ],
+)
+def test_arguments_that_are_refused(arguments, message, load, capsys):
+    with pytest.raises(SystemExit):
+        load("__main__").main(arguments)
+    assert message in capsys.readouterr().err

@@ -192,6 +192,16 @@ def test_products_of_xla(rng):
     assert kernels == {"layer_norm_fwd", "rms_norm_fwd", "softmax_fwd"}
 
 
+def test_einsums_of_ones_own_without_products():
+    """An attention's own einsums are its products, with products=False too."""
+    einsum = {name: lambda: jnp.einsum for name in ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls")}
+    plain = nn.MultiHeadDotProductAttention(2, **einsum)
+    swapped, _ = linen.swap(plain, products=False)
+    x = jnp.linspace(-1, 1, 24).reshape(1, 3, 8)
+    variables = plain.init(KEY, x)
+    cases.assert_same(swapped.apply(variables, x), plain.apply(variables, x), ulp=64)
+
+
 def test_what_cannot_be_swapped():
     with pytest.raises(TypeError, match=r"must be a flax\.linen module, got Linear"):
         linen.swap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))

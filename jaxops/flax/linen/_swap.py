@@ -54,7 +54,8 @@ def _projected_together(layer: nn.Module, inputs: Sequence[Any], options: Mappin
 
 def _attention(self: Any, *inputs: Any, products: bool = True, **options: Any) -> jax.Array:
     with _projected_together(self, inputs, options):
-        attend = dot_product_attention if products else _attend_with_xla
+        own = self.qk_attn_weights_einsum_cls or self.attn_weights_value_einsum_cls  # the user's, with their products
+        attend = dot_product_attention if products or own else _attend_with_xla
         return raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=attend), *inputs, **options)
 
 
