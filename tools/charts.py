@@ -29,7 +29,13 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """The last row of every measurement on an NVIDIA GPU; none of a file of another kind, without directions."""
     with path.open() as file:
         rows = [row for row in csv.DictReader(file) if row["device"].startswith("NVIDIA") and "direction" in row]
-    return list({(row["direction"], row["shape"], row["dtype"]): row for row in rows}.values())
+    return list({(row["device"], row["direction"], row["shape"], row["dtype"]): row for row in rows}.values())
+
+
+def _of_one_device(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Those of the device on which most were measured."""
+    device = statistics.mode(row["device"] for row in rows) if rows else None
+    return [row for row in rows if row["device"] == device]
 
 
 def _svg(figure: Figure, rows: Sequence[dict[str, str]]) -> bytes:
@@ -48,14 +54,13 @@ def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
     Of the matrices with as many columns the one with the most rows, on the device on which most were measured. Hollow
     points: rows that are no multiple of 8 elements.
     """
-    sizes = [(*map(int, row["shape"].split("x")), row) for row in rows if re.fullmatch(r"\d+x\d+", row["shape"])]
-    if not sizes:
+    shown = _of_one_device([row for row in rows if re.fullmatch(r"\d+x\d+", row["shape"])])
+    if not shown:
         return None
-    device = statistics.mode(row["device"] for *_, row in sizes)
+    sizes = [(*map(int, row["shape"].split("x")), row) for row in shown]
     largest = {
         (row["dtype"], row["direction"], columns): (columns, row)
         for _, columns, row in sorted(sizes, key=lambda size: size[0])
-        if row["device"] == device
     }
     matrices = list(largest.values())
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -84,7 +89,8 @@ def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
 
 
 def draw_bars(rows: Sequence[dict[str, str]]) -> bytes | None:
-    """Rates by shape, forward and backward beside each other."""
+    """Rates by shape, forward and backward beside each other; of one device."""
+    rows = _of_one_device(rows)
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     directions = list(dict.fromkeys(row["direction"] for row in rows))
     if not shapes:
@@ -112,7 +118,7 @@ def draw_all() -> dict[str, bytes]:
         if path.stem in ("matmul_own", "matmul_random", "rows_random"):  # not what users get, or sizes of chance
             continue
         rows = read_rows(path)
-        if path.stem == "matmul":
+        if path.stem in ("matmul", "dense_gelu"):
             rows = [row for row in rows if row["dtype"] == "bfloat16"]
         chart = draw_rows(rows) if rows and rows[0]["unit"] == "TB/s" else draw_bars(rows)
         if chart is not None:
