@@ -14,8 +14,7 @@ python_version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_
 VENV ?= .venv/python$(python_version)-jax$(or $(JAX),latest)
 python := $(VENV)/bin/python
 # With an NVIDIA driver here, jax comes with its CUDA plugin.
-supported := $(shell sed -n 's/^dependencies.*"jax\(>=[^"]*\)".*/\1/p' pyproject.toml)
-jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX),$(supported))
+jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
 headers := build/ffi_headers
 
 .PHONY: build test test-all matrix fuzz accuracy compatibility demo bench emulate sanitize sanitize-gpu docs wheel \
@@ -25,7 +24,7 @@ headers := build/ffi_headers
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(python) -m pip install --quiet --upgrade pip
-	$(python) -m pip install --progress-bar on --quiet '$(jax)' $$($(python) tools/requirements.py build demo test lint)
+	$(python) -m pip install --progress-bar on --quiet '$(jax)' $$($(python) tools/requirements.py runtime build demo test lint)
 	touch $@
 
 # The FFI headers alone of the oldest supported jaxlib, beside whatever jaxlib the environment has.

@@ -1,7 +1,7 @@
 """Prints requirements from pyproject.toml, so that they stand in one place: `requirements.py build demo test headers`.
 
-build: what builds jaxops without isolation, but the jaxlib whose headers it uses; headers: that jaxlib; anything else:
-the optional dependencies of that name.
+runtime: what jaxops itself needs, in the versions that it supports; build: what builds it without isolation, but the
+jaxlib whose headers it uses; headers: that jaxlib; anything else: the optional dependencies of that name.
 """
 
 import pathlib
@@ -13,6 +13,8 @@ import tomllib
 def requirements(project: dict, group: str) -> list[str]:
     """The requirements of one group, groups that it includes resolved."""
     needed = project["build-system"]["requires"]
+    if group == "runtime":
+        return project["project"]["dependencies"]
     if group == "build":
         return [name for name in needed if not name.startswith("jaxlib")]
     if group == "headers":
