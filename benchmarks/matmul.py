@@ -1,7 +1,7 @@
 """matmul: floating-point operations a second, beside the best that XLA reaches on a square product in the same run.
 
 "float32" is compared in full precision, "tf32" is f32 in JAX's default precision: TF32 on a GPU, another product. All
-others are compared in the default precision, too: XLA leaves out some of its kernels where another one is asked for.
+others are compared in the default precision, too: XLA may leave some of its kernels out where another is asked for.
 matmul_own is matmul on jaxops' own kernels also where the choice is XLA's dot for being faster; the choice rests on it.
 matmul_random is matmul, as a user gets it, of sizes drawn at random.
 """
