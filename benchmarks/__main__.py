@@ -78,7 +78,7 @@ def _arguments(argv):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmarks; 1 if a measurement failed."""
+    """Runs the benchmarks; 1 if a measurement failed, or if there was none."""
     arguments = _arguments(argv)
     seconds = (0.05 if arguments.quick else 0.5) if arguments.seconds is None else arguments.seconds
     settings = harness.Settings(
@@ -102,6 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for op in timed:
         run = {"matmul": matmul.run, **BY_NAME}.get(op, functools.partial(rows.run, op))
         succeeded &= run(clock, settings)
+    if not settings.labels:
+        message = f"FAILED: no measurement's label has {settings.only.pattern!r} in it"
+        settings.console.print(message, style="red", markup=False)
+        return 1
     settings.console.print(f"appended to {settings.results}/*.csv")
     return 0 if succeeded else 1
 

@@ -112,7 +112,7 @@ def kernels(hlo: str) -> int:
 
 def run(settings: harness.Settings, length: int = LENGTH) -> bool:
     """Times the chains in turns and prints microseconds a call, and how many kernels the program launches a call."""
-    found = {name: chains for name, chains in contenders().items() if settings.only.search(f"calls {chains.label}")}
+    found = dict(settings.select(contenders().items(), lambda item: f"calls {item[1].label}"))
     programs, launches = {}, {}
     for name, contender in found.items():
         program = jax.jit(chain(contender.step, length)).lower(contender.operand).compile()

@@ -12,7 +12,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -371,7 +371,7 @@ class Settings:
     """What the command line asks for.
 
     seconds: spent timing each measurement, not counting compilation. only: an expression to be found in a measurement's
-    label. seed: of what is drawn at random.
+    label. seed: of what is drawn at random. labels: of the measurements selected so far.
     """
 
     dtypes: tuple[str, ...]
@@ -381,11 +381,18 @@ class Settings:
     results: Path
     console: Console
     seed: int = 0
+    labels: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def rounds(self) -> int:
         """The fewest rounds of a measurement."""
         return 3 if self.quick else 7
+
+    def select(self, items: Iterable[Any], label: Callable[[Any], str]) -> list[Any]:
+        """The items that `only` asks for."""
+        found = [item for item in items if self.only.search(label(item))]
+        self.labels.extend(map(label, found))
+        return found
 
     def bar(self, items: Sequence[Any], label: Callable[[Any], str]) -> Iterator[Any]:
         """The items, behind a progress bar that names the current one."""
@@ -405,7 +412,7 @@ class Settings:
 
 def run(title: str, tasks: Sequence[Task], clock: Clock, settings: Settings) -> bool:
     """Measures the tasks, appends each result to its file as it comes and prints the table; False if one failed."""
-    tasks = [task for task in tasks if settings.only.search(task.label)]
+    tasks = settings.select(tasks, lambda task: task.label)
     rows, failures = [], []
     try:
         for task in settings.bar(tasks, lambda task: task.label):

@@ -211,7 +211,7 @@ def run(settings: harness.Settings) -> bool:
         shown.add_column(heading, justify="right")
     failures: list[tuple[Size, Any]] = []
     all_sizes = QUICK if settings.quick else SIZES if jax.default_backend() == "gpu" else CPU_SIZES
-    sizes = [size for size in all_sizes if settings.only.search(f"train {size.label}")]
+    sizes = settings.select(all_sizes, lambda size: f"train {size.label}")
     for size in settings.bar(sizes, lambda size: size.label):
         try:
             measured = _measure(size, settings)

@@ -202,3 +202,10 @@ def test_arguments_that_are_refused(arguments, message, load, capsys):
     with pytest.raises(SystemExit):
         load("__main__").main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_selection_of_nothing_is_a_failure(load, capsys, tmp_path):
+    arguments = ["softmax", "--quick", "--only", "no such label", "--results", str(tmp_path)]
+    assert load("__main__").main(arguments) == 1
+    assert "no measurement's label has 'no such label' in it" in capsys.readouterr().out
+    assert not [*tmp_path.iterdir()]

@@ -161,8 +161,13 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
     "m, n, k, layout, tile, splits",
     [
         (1, 4096, 4096, "NN", (16, 64), 1),
-        (1, 4096, 4096, "NT", None, 1),
+        (1, 4096, 4096, "NT", (16, 32), 1),
         (1, 4096, 8192, "NN", (16, 64), 1),
+        (1, 8192, 4096, "NN", None, 1),
+        (1, 8192, 4096, "NT", (64, 64), 1),
+        (1, 2048, 4096, "NN", (16, 32), 1),  # XLA multiplies element by element: four times as long
+        (1, 2048, 4096, "NT", None, 1),
+        (1, 1024, 4096, "NN", (16, 32), 1),
         (1, 28672, 4096, "NN", None, 1),  # XLA reads them at the memory's rate
         (8, 28672, 4096, "NT", None, 1),
         (8, 1024, 1024, "NT", (16, 16), 1),
@@ -376,7 +381,8 @@ def test_a_large_outer_product_is_a_sum_of_two_products():
         return re.findall(r"stablehlo.dot_general.*tensor<(\w+)>, tensor<(\w+)>", text)
 
     assert dots(jnp.bfloat16, 8192) == [("2x8192xbf16", "2x8192xbf16")]
-    assert dots(jnp.bfloat16, 4096) == [("4096x1xbf16", "1x4096xbf16")]
+    assert dots(jnp.bfloat16, 4096) == [("2x4096xbf16", "2x4096xbf16")]
+    assert dots(jnp.bfloat16, 2048) == [("2048x1xbf16", "1x2048xbf16")]
     assert dots(jnp.float32, 8192) == [("8192x1xf32", "1x8192xf32")]  # the memory's rate
     assert "k padded to 2" in str(choices.choose(product(8192, 8192, 1), H200))
 

@@ -228,7 +228,9 @@ class FewRows(NamedTuple):
 
 
 _FEW_ROWS = (
-    FewRows((1, 1), (2048, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
+    FewRows((1, 1), (1024, 8192), (1024, 4096), (2e6, 1e7), rhs_transposed=(False,)),
+    FewRows((1, 1), (2048, 6144), (4096, 14336), (1.2e7, 7e7), rhs_transposed=(False,)),
+    FewRows((1, 1), (3072, 14336), (4096, 14336), (1.2e7, 7e7), rhs_transposed=(True,)),
     FewRows((1, 16), (4096, 8192), (1 << 14, 1 << 15), (1e8, 2.7e8)),
     FewRows((2, 16), (2048, 4095), (1024, 8192), (4e6, 7e7), rhs_transposed=(False,)),
     FewRows((2, 16), (4096, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
@@ -591,10 +593,10 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
 def _is_large_outer(product: Product) -> bool:
     """Whether it is an outer product that XLA computes faster as sums of two products, of which one is 0.
 
-    A smaller one XLA may have computed beside another product, in one kernel: a weight's gradient for one row.
+    Of a smaller one, a weight's gradient for one row, XLA may compute the other gradient in the same kernel.
     """
     m, n, k = product.m, product.n, product.k
-    large = m * n * product.batches >= 1 << 26
+    large = m * n * product.batches >= 12e6
     return k == 1 and large and min(m, n) >= 64 and product.arithmetic == "16bit" and product.result_bytes == 2
 
 
