@@ -1,6 +1,7 @@
 """Arrays of more than 2^31 elements and bytes, and memory that is not there."""
 
 import ctypes
+import fcntl
 import math
 import mmap
 import os
@@ -179,14 +180,8 @@ LARGE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", LARGE)
-@pytest.mark.parametrize("op", [*LOGITS, *NORMS])
-def test_rows_on_a_gpu(op, shape, on_gpu):
+def check_rows(op, shape):
     """Value and gradient of a bfloat16 array of which every 8 elements of a row are the same: its corners."""
-    if not on_gpu:
-        pytest.skip("needs a GPU")
-    shape = LARGE[shape]
     last = (shape[1] - 1) // 8 * 8
     patterns = [jax.random.normal(jax.random.key(seed), (8,), jnp.bfloat16) for seed in range(2)]
 
@@ -206,12 +201,8 @@ def test_rows_on_a_gpu(op, shape, on_gpu):
             )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", [None, "highest"])
-def test_matmul_on_a_gpu(precision, on_gpu):
-    """A result, and then operands, of more than 2^31 elements: products of constants."""
-    if not on_gpu:
-        pytest.skip("needs a GPU")
+def check_matmul(precision, *sizes):
+    """Products of constants, and their gradients."""
     dtype = jnp.bfloat16 if precision is None else jnp.float32
 
     def corners(m, k, n):
@@ -219,10 +210,38 @@ def test_matmul_on_a_gpu(precision, on_gpu):
         call = lambda a, b: jaxops.matmul(a, b, precision=precision, activation="relu")  # noqa: E731
         return [r[i, j] for r in value_and_gradients(call, (a, b), dy) for i in (0, -1) for j in (0, -1)]
 
-    for m, k, n in ((2**16 + 1, 64, 2**15 + 1), (2**25 + 1, 64, 64)):
+    for m, k, n in sizes:
         got = np.asarray(jax.jit(corners, static_argnums=(0, 1, 2))(m, k, n), np.float64)
         wanted = np.repeat([k / 8, n * 0.25 / 2**10, m * 0.5 / 2**10], 4)
         np.testing.assert_allclose(got, wanted, rtol=1e-2)
+
+
+@pytest.fixture
+def check_on_gpu(on_gpu, tmp_path, tmp_path_factory):
+    """Runs one of the functions above in a process of its own, which keeps no memory, one at a time on this machine."""
+    if not on_gpu:
+        pytest.skip("needs a GPU")
+
+    def check(function, *arguments):
+        with (tmp_path_factory.getbasetemp().parent / "memory of a GPU").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            run_python(f"import test_size\ntest_size.{function.__name__}(*{arguments!r})", tmp_path)
+
+    return check
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize("op", [*LOGITS, *NORMS])
+def test_rows_on_a_gpu(op, shape, check_on_gpu):
+    check_on_gpu(check_rows, op, LARGE[shape])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_matmul_on_a_gpu(precision, check_on_gpu):
+    """A result, and then operands, of more than 2^31 elements."""
+    check_on_gpu(check_matmul, precision, (2**16 + 1, 64, 2**15 + 1), (2**25 + 1, 64, 64))
 
 
 # --- no memory ---
