@@ -16,6 +16,8 @@ python := $(VENV)/bin/python
 # With an NVIDIA driver here, jax comes with its CUDA plugin.
 jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
 headers := build/ffi_headers
+# The tests run in a process for each processor, eight at most; where there is a GPU, which they would share, in one.
+processes = $(if $(wildcard /proc/driver/nvidia/version),,-n $(shell n=$$(nproc); echo $$((n < 8 ? n : 8))))
 
 .PHONY: build test test-all matrix fuzz accuracy compatibility demo bench emulate sanitize sanitize-gpu docs wheel \
   reproducible fmt lint clean
@@ -43,11 +45,11 @@ build: $(VENV)/ready $(headers)/ready
 	  $(if $(CUDA_ARCHITECTURES),--config-settings='cmake.define.JAXOPS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)')
 
 test: build
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest $(or $(ARGS),$(processes))
 
 # With the slow tests.
 test-all: build
-	$(python) -m pytest -m '' $(ARGS)
+	$(python) -m pytest -m '' $(or $(ARGS),$(processes))
 
 # Every op under every transformation of JAX, on the devices here.
 matrix: build
