@@ -227,10 +227,14 @@ class FewRows(NamedTuple):
         return within and alike and not _straddling(product)
 
 
+#: One row times fewer weights, and an outer product of fewer results, XLA computes element by element, without the
+#: tensor cores: a product of fewer than so many multiplications of elements.
+_XLA_MULTIPLIES = 10_000_000
+
 _FEW_ROWS = (
-    FewRows((1, 1), (1024, 8192), (1024, 4096), (2e6, 1e7), rhs_transposed=(False,)),
-    FewRows((1, 1), (2048, 6144), (4096, 14336), (1.2e7, 7e7), rhs_transposed=(False,)),
-    FewRows((1, 1), (3072, 14336), (4096, 14336), (1.2e7, 7e7), rhs_transposed=(True,)),
+    FewRows((1, 1), (1024, 8192), (1024, 4096), (2e6, _XLA_MULTIPLIES - 1), rhs_transposed=(False,)),
+    FewRows((1, 1), (2048, 6144), (4096, 14336), (_XLA_MULTIPLIES, 7e7), rhs_transposed=(False,)),
+    FewRows((1, 1), (3072, 14336), (4096, 14336), (_XLA_MULTIPLIES, 7e7), rhs_transposed=(True,)),
     FewRows((1, 16), (4096, 8192), (1 << 14, 1 << 15), (1e8, 2.7e8)),
     FewRows((2, 16), (2048, 4095), (1024, 8192), (4e6, 7e7), rhs_transposed=(False,)),
     FewRows((2, 16), (4096, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
@@ -596,7 +600,7 @@ def _is_large_outer(product: Product) -> bool:
     Of a smaller one, a weight's gradient for one row, XLA may compute the other gradient in the same kernel.
     """
     m, n, k = product.m, product.n, product.k
-    large = m * n * product.batches >= 12e6
+    large = m * n * product.batches >= _XLA_MULTIPLIES
     return k == 1 and large and min(m, n) >= 64 and product.arithmetic == "16bit" and product.result_bytes == 2
 
 
