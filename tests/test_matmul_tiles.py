@@ -191,7 +191,8 @@ def fits(case: Case, operands: Operands, plan: choices.Plan) -> bool:
 def check(operands: Operands, cases: list[Case], rng):
     assert cases
     drawn = [case.draw(rng, operands) for case in cases]
-    results = jax.jit(lambda drawn: [c.run(operands, *xs) for c, xs in zip(cases, drawn, strict=True)])(drawn)
+    run = jax.jit(lambda drawn: [c.run(operands, *xs) for c, xs in zip(cases, drawn, strict=True)])
+    results = jax.device_get(run(drawn))  # all together: processes that share a GPU wait for it at each copy
     for case, xs, got in zip(cases, drawn, results, strict=True):
         for ours, wanted in zip(got, case.exact(*xs), strict=True):
             if case.triangle == "result":
