@@ -192,7 +192,7 @@ def check(operands: Operands, cases: list[Case], rng):
     assert cases
     drawn = [case.draw(rng, operands) for case in cases]
     run = jax.jit(lambda drawn: [c.run(operands, *xs) for c, xs in zip(cases, drawn, strict=True)])
-    results = jax.device_get(run(drawn))  # all together: processes that share a GPU wait for it at each copy
+    results = jax.device_get(run(drawn))  # every copy begins before the first is awaited
     for case, xs, got in zip(cases, drawn, results, strict=True):
         for ours, wanted in zip(got, case.exact(*xs), strict=True):
             if case.triangle == "result":
