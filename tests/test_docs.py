@@ -112,19 +112,30 @@ def test_figures():
 def test_figures_of_few_rows():
     """The README's figures of few rows are those of the rows that it names."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    rows = last_rows("NVIDIA H100 80GB HBM3", "2026-11-28T03:00")
-    for op in ROW_OPS:
-        ratios = {
-            direction: [
-                float(row["ratio"])
-                for key, row in rows.items()
-                if key[:2] == (op, direction) and re.fullmatch(r"(8|64|256)x(347|1024|4096)", key[2])
-            ]
+
+    def of_few_rows(device, until, op, columns):
+        """The ratios forward and backward, and their geometric means as the README has them."""
+        ratios = [
+            {
+                key[2]: float(row["ratio"])
+                for key, row in last_rows(device, until).items()
+                if key[:2] == (op, direction) and re.fullmatch(rf"(8|64|256)x({columns})", key[2])
+            }
             for direction in ("forward", "backward")
-        }
-        means = {direction: statistics.geometric_mean(found) for direction, found in ratios.items()}
-        assert all(7 <= len(found) <= 9 for found in ratios.values())
-        assert f"| `{op}` | {means['forward']:.2f} | {means['backward']:.2f} |" in text
+        ]
+        return ratios, [f"{statistics.geometric_mean(found.values()):.2f}" for found in ratios]
+
+    for op in ROW_OPS:
+        ratios, means = of_few_rows("NVIDIA H100 80GB HBM3", "2026-11-28T03:00", op, "347|1024|4096")
+        assert all(7 <= len(found) <= 9 for found in ratios)
+        assert f"| `{op}` | {means[0]} | {means[1]} |" in text
+    for op in ("layer_norm", "log_softmax"):
+        ratios, means = of_few_rows("NVIDIA H200", "2026-11-29T04:00", op, "347|1024|4096|8192")
+        assert all(len(found) == 12 for found in ratios)
+        assert f"{op} {'reaches ' * (op == 'layer_norm')}{means[0]} and {means[1]}" in text
+        assert min(ratios[0].values()) == ratios[0]["8x8192"]
+        assert f"{ratios[0]['8x8192']:.2f}" in text
+    assert f"{min(ratios[1].values()):.2f} backward for log_softmax of [8, 347]" in text
 
 
 def test_figures_of_products():

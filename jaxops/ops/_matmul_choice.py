@@ -232,10 +232,11 @@ class FewRows(NamedTuple):
 _XLA_MULTIPLIES = 10_000_000
 
 _FEW_ROWS = (
-    FewRows((1, 1), (1024, 8192), (1024, 4096), (2e6, _XLA_MULTIPLIES - 1), rhs_transposed=(False,)),
+    FewRows((1, 1), (1024, 8192), (1024, 4096), (1e6, _XLA_MULTIPLIES - 1), rhs_transposed=(False,)),
     FewRows((1, 1), (2048, 6144), (4096, 14336), (_XLA_MULTIPLIES, 7e7), rhs_transposed=(False,)),
     FewRows((1, 1), (3072, 14336), (4096, 14336), (_XLA_MULTIPLIES, 7e7), rhs_transposed=(True,)),
     FewRows((1, 16), (4096, 8192), (1 << 14, 1 << 15), (1e8, 2.7e8)),
+    FewRows((2, 16), (1024, 4095), (1024, 2048), (1e6, 4e6), rhs_transposed=(False,)),
     FewRows((2, 16), (2048, 4095), (1024, 8192), (4e6, 7e7), rhs_transposed=(False,)),
     FewRows((2, 16), (4096, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
     FewRows((2, 16), (1024, 1279), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
