@@ -33,7 +33,7 @@ def _arguments(argv):
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Times jaxops and XLA alternately in one run, prints a table with the share of the ceiling "
-        "measured in the same run, and appends each measurement to results/OP.csv.",
+        "measured in the same run, and records each measurement in results/OP.csv.",
     )
     parser.add_argument(
         "op",
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"FAILED: no measurement's label has {settings.only.pattern!r} in it"
         settings.console.print(message, style="red", markup=False)
         return 1
-    settings.console.print(f"appended to {settings.results}/*.csv")
+    settings.console.print(f"recorded in {settings.results}/*.csv")
     return 0 if succeeded else 1
 
 

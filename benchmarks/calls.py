@@ -148,5 +148,5 @@ def run(settings: harness.Settings, length: int = LENGTH) -> bool:
             ratio=times[f"xla_{op}"] / times[op],
             timing=clock.name,
         )
-        harness.append(settings.results / "calls.csv", row)
+        harness.record(settings.results / "calls.csv", row)
     return True

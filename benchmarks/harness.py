@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ class WallClock:
 class LatencyClock:
     """Seconds a call by the host's clock, each call awaited before the next, as in a loop that uses its results.
 
-    Chains of calls enqueued back to back give other ratios (TUNING.md).
+    Chains of calls enqueued back to back give other ratios.
     """
 
     name = "wall clock, one call at a time"
@@ -272,6 +272,8 @@ class Row:
     ours, xla, ceiling: in `unit`. ratio: how many times faster jaxops is. timing: the clock.
     """
 
+    KEY: ClassVar = ("device", "op", "direction", "shape", "dtype")
+
     date: str
     jaxops: str
     jax: str
@@ -294,15 +296,24 @@ class Row:
         return cls(now, jaxops.__version__, jax.__version__, device_name(), **measured)
 
 
-def append(path: Path, row: Any) -> None:
-    """Appends a row, a dataclass, to a CSV file, with the names of the columns if it is new."""
+def record(path: Path, row: Any) -> None:
+    """Writes a row, a dataclass, into a CSV file, in place of an earlier row of the same measurement.
+
+    The fields that `row.KEY` names tell measurements apart.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fields = dataclasses.asdict(row)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        if not file.tell():
-            writer.writeheader()
-        writer.writerow({k: format(v, ".5g") if isinstance(v, float) else v for k, v in fields.items()})
+    fields = {k: format(v, ".5g") if isinstance(v, float) else v for k, v in dataclasses.asdict(row).items()}
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = {tuple(found[name] for name in row.KEY): found for found in csv.DictReader(file)}
+    rows[tuple(str(fields[name]) for name in row.KEY)] = fields
+    written = path.with_suffix(".tmp")
+    with written.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n", restval="")
+        writer.writeheader()
+        writer.writerows(rows.values())
+    written.replace(path)
 
 
 def backend() -> str:
@@ -411,7 +422,7 @@ class Settings:
 
 
 def run(title: str, tasks: Sequence[Task], clock: Clock, settings: Settings) -> bool:
-    """Measures the tasks, appends each result to its file as it comes and prints the table; False if one failed."""
+    """Measures the tasks, records each result as it comes and prints the table; False if one failed."""
     tasks = settings.select(tasks, lambda task: task.label)
     rows, failures = [], []
     try:
@@ -421,7 +432,7 @@ def run(title: str, tasks: Sequence[Task], clock: Clock, settings: Settings) -> 
             except (RuntimeError, ArithmeticError) as error:  # of XLA and the device; of `check`
                 failures.append((task, error))
                 continue
-            append(settings.results / f"{row.op}.csv", row)
+            record(settings.results / f"{row.op}.csv", row)
             rows.append(row)
     finally:
         settings.console.print(results_table(title, rows))

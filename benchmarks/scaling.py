@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,8 @@ class Sizes:
 @dataclasses.dataclass
 class Measurement:
     """Seconds of a step are medians of several turns of `steps` steps each."""
+
+    KEY: ClassVar = ("device", "data", "model", "contender", "batch", "positions", "width")
 
     date: str
     jaxops: str
@@ -146,7 +149,7 @@ def measure(sizes: Sizes, steps: int, turns: int):
 
 
 def main() -> int:
-    """Runs the benchmark and appends what it measures."""
+    """Runs the benchmark and records what it measures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small layer and few steps: does it run?")
     parser.add_argument(
@@ -154,13 +157,13 @@ def main() -> int:
         type=Path,
         default=Path(__file__).resolve().parent / "results" / "scaling.csv",
         metavar="FILE",
-        help="the CSV file to which measurements are appended (default: %(default)s)",
+        help="the CSV file in which measurements are recorded (default: %(default)s)",
     )
     options = parser.parse_args()
     sizes = Sizes(1, 16, 64, 4, 64) if options.quick else Sizes(2, 2048, 4096, 32, 8192)
     steps, turns = (1, 2) if options.quick else (5, 5)
     for row in measure(sizes, steps, turns):
-        harness.append(options.results, row)
+        harness.record(options.results, row)
         print(
             f"{row.data} x {row.model}  {row.contender:13} {row.step_ms:8.3f} ms a step (fastest "
             f"{row.fastest_ms:.3f}), efficiency {row.efficiency:.3f}, loss {row.loss:.4f}",

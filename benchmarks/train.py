@@ -203,7 +203,7 @@ def _measure(size: Size, settings: harness.Settings) -> dict[str, tuple[float, l
 
 
 def run(settings: harness.Settings) -> bool:
-    """Measures the sizes, appends to train.csv and prints the table; False if one failed."""
+    """Measures the sizes, records them in train.csv and prints the table; False if one failed."""
     shown = table.Table(title="Training steps, tokens a second", title_justify="left")
     for heading in ("decoder", "model"):
         shown.add_column(heading)
@@ -236,7 +236,7 @@ def run(settings: harness.Settings) -> bool:
                     ratio=ratio,
                     timing=harness.WallClock.name,
                 )
-                harness.append(settings.results / "train.csv", row)
+                harness.record(settings.results / "train.csv", row)
     settings.console.print(shown)
     for size, error in failures:
         settings.console.print(f"FAILED {size.label}: {error}", style="red", markup=False)

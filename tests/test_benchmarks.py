@@ -52,15 +52,17 @@ def test_row_op(bench, op, capsys):
     assert rows[0]["shape"] in capsys.readouterr().out
 
 
-def test_results_are_appended(load, tmp_path):
+def test_results_are_recorded(load, tmp_path):
+    """A measurement's row takes the place of its earlier one; other rows stay."""
     harness = load("harness")
-    measured = dict.fromkeys(("op", "direction", "shape", "dtype", "unit", "timing"), "")
-    row = harness.Row.of(**measured, ours=1.0, xla=2.0, ceiling=None, ratio=0.5)
-    for count in (1, 2):
-        harness.append(tmp_path / "new" / "op.csv", row)
-        lines = (tmp_path / "new" / "op.csv").read_text().splitlines()
-        assert lines[0] == COLUMNS
-        assert len(lines) == 1 + count
+    path = tmp_path / "new" / "op.csv"
+    measured = dict.fromkeys(("op", "direction", "dtype", "unit", "timing"), "")
+    for shape, ours in (("a, b", 1.0), ("c", 2.0), ("a, b", 3.0)):
+        harness.record(path, harness.Row.of(**measured, shape=shape, ours=ours, xla=2.0, ceiling=None, ratio=0.5))
+    lines = path.read_text().splitlines()
+    assert lines[0] == COLUMNS
+    with path.open() as file:
+        assert [(row["shape"], row["ours"]) for row in csv.DictReader(file)] == [("a, b", "3"), ("c", "2")]
 
 
 def test_matmul(bench):

@@ -16,7 +16,7 @@ tool alone; of the kernels that run once, `--kernels "Softmax.*Across"` those in
 `--survey-seconds` and `--run-seconds` stop early: another survey goes on from there, and what did not run is among what
 was never launched.
 synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
-of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two (TUNING.md).
+of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
 the same tests show on poisoned memory.
 """
