@@ -1,8 +1,8 @@
 # make build | test | test-all | matrix | fuzz | accuracy | compatibility | emulate | sanitize | sanitize-gpu | demo |
 # bench OP=softmax | docs | wheel | reproducible | fmt | lint
 # PYTHON chooses the interpreter (3.11 or newer), JAX a version of jax (0.10.0, 0.11.2, ...; default: the newest
-# supported one); each pair gets an environment of its own. CUDA=OFF leaves the GPU half out. ARGS is handed to the demo,
-# the tests and the benchmarks.
+# supported one); each pair gets an environment of its own. CUDA=ON builds the GPU half, CUDA=OFF leaves it out; by default
+# it is built where there is an NVIDIA GPU. ARGS is handed to the demo, the tests and the benchmarks.
 PYTHON ?= python3
 JAX ?=
 ARGS ?=
@@ -13,11 +13,13 @@ CUDA_ARCHITECTURES ?=
 python_version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV ?= .venv/python$(python_version)-jax$(or $(JAX),latest)
 python := $(VENV)/bin/python
-# With an NVIDIA driver here, jax comes with its CUDA plugin.
-jax := jax$(if $(wildcard /proc/driver/nvidia/version),[cuda13])$(if $(JAX),==$(JAX))
+# With an NVIDIA driver here, jax comes with its CUDA plugin, and the GPU half is built.
+driver := $(wildcard /proc/driver/nvidia/version)
+jax := jax$(if $(driver),[cuda13])$(if $(JAX),==$(JAX))
+gpu_half = $(or $(CUDA),$(if $(driver),,OFF))
 headers := build/ffi_headers
 # The tests run in a process for each processor, eight at most; where there is a GPU, which they would share, in one.
-processes = $(if $(wildcard /proc/driver/nvidia/version),,-n $(shell n=$$(nproc); echo $$((n < 8 ? n : 8))))
+processes = $(if $(driver),,-n $(shell n=$$(nproc); echo $$((n < 8 ? n : 8))))
 
 .PHONY: build test test-all matrix fuzz accuracy compatibility demo bench emulate sanitize sanitize-gpu docs wheel \
   reproducible fmt lint clean
@@ -38,10 +40,11 @@ $(headers)/ready: pyproject.toml | $(VENV)/ready
 # Incremental: ninja rebuilds what changed. What says for which Python, options and compilers the folder was made goes
 # first; the objects of the handlers depend on no Python, and stay.
 build: $(VENV)/ready $(headers)/ready
+	@$(if $(CUDA)$(driver),:,echo 'No NVIDIA GPU here: the GPU half is left out. CUDA=ON builds it.')
 	rm -f build/cmake/CMakeCache.txt build/cmake/.skbuild-info.json
 	$(python) -m pip install --quiet --no-build-isolation --no-deps --editable . \
 	  --config-settings=cmake.define.JAXOPS_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
-	  $(if $(CUDA),--config-settings=cmake.define.JAXOPS_CUDA=$(CUDA)) \
+	  $(if $(gpu_half),--config-settings=cmake.define.JAXOPS_CUDA=$(gpu_half)) \
 	  $(if $(CUDA_ARCHITECTURES),--config-settings='cmake.define.JAXOPS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)')
 
 test: build
