@@ -126,6 +126,7 @@ lint: $(VENV)/ready
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(cxx_sources)
+	$(python) tools/prose.py
 
 clean:
 	rm -rf build dist .venv
