@@ -454,3 +454,22 @@ def test_vision_transformer():
 
         losses.append([float(step(which, optimizer)) for _ in range(4)])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
+def test_methods_of_unbound_models():
+    """A loss that is a method of the model, and calls `apply` itself."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.LayerNorm()(x)
+
+        def loss(self, variables, x):
+            return jnp.sum(jax.nn.softmax(self.apply(variables, x)) ** 2)
+
+    x = jax.random.normal(jax.random.key(0), (3, 8))
+    plain = Model()
+    variables = plain.init(jax.random.key(1), x)
+    model, report = linen.swap(plain)
+    assert jnp.allclose(model.loss(variables, x), plain.loss(variables, x), rtol=1e-5)
+    assert report.swapped == {"LayerNorm_0": "LayerNorm", "Model: softmax": "softmax"}

@@ -146,7 +146,8 @@ class _Interceptor:
 
     def __call__(self, next_method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         module, report = context.module, self.scope.report
-        path = "/".join(module.path) or type(module).__name__
+        # A method of an unbound module, such as a loss that calls `self.apply`, has no path.
+        path = (module.scope is not None and "/".join(module.path)) or type(module).__name__
         swap = _SWAPS.get(context.orig_method.func)
         why = None if swap is None else swap.why_not(module)
         innermost = _scope.get() is self.scope  # else it is for the scope inside this one to swap
