@@ -40,7 +40,9 @@ class Size:
     @property
     def label(self) -> str:
         """As in the CSV file."""
-        return f"{self.layers} layers of {self.width}, {self.batch}x{self.length} tokens, vocabulary {self.vocabulary}"
+        return (
+            f"{self.layers} layers, width {self.width}, {self.batch}x{self.length} tokens, vocabulary {self.vocabulary}"
+        )
 
 
 SIZES = (Size(12, 768), Size(12, 1024), Size(2, 4096))

@@ -299,27 +299,32 @@ def write(rows: list[Row], path: Path = RESULTS) -> None:
 
 _HEAD = """# Accuracy
 
-Errors of values and gradients against float64 (80-bit arithmetic for float64), over random and adversarial inputs:
-normal numbers, magnitudes over eight decades, 1e4 with small differences, tiny, denormal and huge ones, rows that are
-equal throughout, one hot or zero, with infinities and NaN, and rows of 2^20. `make accuracy` measures them on the
-device at hand and writes this page; the tests enforce the bounds.
+The tables compare values and gradients with float64 (for float64, with 80-bit arithmetic). `make accuracy` measures the
+errors on your device and writes this page; the tests enforce the bounds in the first table.
 
-Each cell has two numbers, and in brackets the same two of `jax.nn`, `jax.numpy` or Flax.
+Inputs are random and adversarial: normal numbers, magnitudes over eight decades, numbers near 1e4 with small
+differences, tiny, denormal and huge numbers, rows with infinities and NaN, rows of 2^20 elements, and rows that are
+constant, one-hot or zero.
 
-- **value**, first: from normal inputs, the largest error of an element, divided by eps of the result's dtype times the
-  largest exact value of the whole result: an error in units in the last place of the largest value.
-- **value**, second: from all kinds of inputs, the largest error of an element in a unit of its own. The unit is eps
-  times the element's exact value (its ulp), plus what one rounding of each intermediate value that the op keeps in f32
-  (f64 for f64) may change it by, to first order. Such values are the logits' distance from the maximum, the mean of a
-  row whose offset exceeds its spread, and the terms of a sum (for a product's k terms half the root of k times one).
-- **gradient**, first: from normal inputs, the Euclidean norm of a gradient's error divided by that of the exact
-  gradient, in eps of the gradient's dtype, or of x's if that is coarser.
-- **gradient**, second: as the second of values, of the gradients' elements.
+Each cell has two numbers, followed in brackets by the same two numbers for `jax.nn`, `jax.numpy` or Flax:
 
-Of several results, gradients or inputs a figure is the worst. Denormal f32 operands count as zero, as everywhere in
-XLA. f32 products of the default precision are TF32's on a GPU. Infinities and NaN are where they belong; "differs"
-says that they are not. The squares of what a norm centres must be finite in f32: magnitudes up to 1e18. What was not
-measured is "\N{EN DASH}".
+- **value**, first number: the largest error, in units in the last place (ulp) of the result's largest element. Inputs
+  are normal numbers.
+- **value**, second number: the largest error, each element measured in its own unit. Inputs are of all kinds. The unit
+  is the element's ulp plus the first-order effect of one rounding of each value that the op keeps in float32 (float64
+  for float64): the logits' distance from the maximum, the mean of a row whose offset exceeds its spread, the terms of
+  a sum. For a product of k terms, the effect is half the root of k times the effect of one term.
+- **gradient**, first number: the error's Euclidean norm divided by the exact gradient's norm, in eps of the gradient's
+  dtype, or of x's dtype if it is coarser. Inputs are normal numbers.
+- **gradient**, second number: the same as the second number of **value**, for gradients.
+
+If an op has several results, gradients or inputs, the cell shows the worst. Some conventions:
+
+- Denormal float32 operands count as zero, as everywhere in XLA.
+- On a GPU, float32 products in the default precision use TF32.
+- Infinities and NaN must be where float64 has them; otherwise the cell says "differs".
+- Norms square the centred values, and the squares must be finite in float32, so magnitudes go up to 1e18.
+- "\N{EN DASH}" means not measured.
 """
 
 
@@ -354,7 +359,7 @@ def _cells(row: Row | None) -> list[str]:
 def page(rows: list[Row]) -> str:
     """docs/accuracy.md."""
     devices = sorted({row.device for row in rows})
-    text = [_HEAD, "| dtype | bounds of values | of gradients |", "|---|---|---|"]
+    text = [_HEAD, "| dtype | value bounds | gradient bounds |", "|---|---|---|"]
     for kind, limits in BOUNDS.items():
         text.append(f"| {kind} | {' | '.join(_pairs(limits, gradients='8 bits' not in kind))} |")
     for op in fuzz.OPS:
@@ -373,8 +378,8 @@ def page(rows: list[Row]) -> str:
 def main(arguments: list[str]) -> int:
     """Measures on this device; returns the number of rows out of bounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ops", nargs="*", default=fuzz.OPS, help=f"of {', '.join(fuzz.OPS)}; default: all")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
+    parser.add_argument("ops", nargs="*", default=fuzz.OPS, help=f"ops to measure: {', '.join(fuzz.OPS)}; default: all")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="CSV file to update (default: %(default)s)")
     options = parser.parse_args(arguments)
     rows = {row[:4]: row for row in read(options.results)}
     for row in measure_all(options.ops):

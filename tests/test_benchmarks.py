@@ -126,7 +126,7 @@ def test_train(bench, capsys):
     rows = bench("train", file="train")
     assert [row["direction"] for row in rows] == ["swapped", "fused"]
     assert {row["unit"] for row in rows} == {"tokens/s"}
-    assert "2 layers of 128" in capsys.readouterr().out
+    assert "2 layers, width 128" in capsys.readouterr().out
 
 
 def test_trained_models_are_one(load):

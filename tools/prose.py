@@ -19,12 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 #: The files that must be clean.
-ENFORCED = ("README.md",)
+ENFORCED = ("*.md", "docs/**/*.md", "tests/*.md", ".github/**/*.md")
 #: The groups that `--counts` prints, and how many of a word they may have per 1000 words; None: not limited.
 GROUPS: dict[str, tuple[tuple[str, ...], dict[str, float] | None]] = {
     "README": (("README.md",), {"of": 25, "what": 2}),
-    "docs": (("docs/**/*.md", "CONTRIBUTING.md", "tests/README.md"), None),
-    "CHANGELOG": (("CHANGELOG.md",), None),
+    "docs": (("docs/**/*.md", "CONTRIBUTING.md", "tests/README.md"), {"of": 26, "what": 2}),
+    "CHANGELOG": (("CHANGELOG.md",), {"of": 28, "what": 2}),
     "C++ comments": (("ffi/**/*.h", "ffi/**/*.cc", "ffi/**/*.cu", "ffi/**/*.cuh"), None),
     "Python docstrings and comments": (("jaxops/**/*.py", "tests/**/*.py", "benchmarks/*.py", "tools/*.py"), None),
 }
@@ -91,7 +91,7 @@ def paths(patterns: tuple[str, ...]) -> list[Path]:
 def habits(path: Path) -> Iterator[str]:
     """A line for each habit found. A habit may run over the end of a line, not of a paragraph."""
     lines = prose(path)
-    text = "".join(f"{line}\n" if line else ".\n\n" for _, line in lines)
+    text = "".join(f"{line or '.'}\n" for _, line in lines)
     for found in PATTERN.finditer(text):
         number = lines[min(text[: found.start()].count("\n"), len(lines) - 1)][0]
         advice = list(HABITS.values())[found.lastindex - 1]
