@@ -71,7 +71,7 @@ compatibility:
 	$(PYTHON) tools/compatibility.py $(ARGS)
 
 demo: build
-	$(python) -m jaxops $(ARGS)
+	$(python) -m benchmarks.demo $(ARGS)
 
 bench: build
 	$(python) -m benchmarks $(OP) $(ARGS)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from support.ops import ROW_OPS
 
 import jaxops
 from benchmarks import calls, harness, matmul, rows, rows_random, train
-from jaxops._comparison import ROW_OPS
 
 # By the host's clock first: the kernel clock leaves CUPTI attached, which would slow them down.
 BY_HOST = {"calls": calls.run, "train": train.run}

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich import table
+from support.ops import COMPARISONS
 
 from benchmarks import harness
-from jaxops._comparison import COMPARISONS
 from jaxops._kernel import HANDLERS, target_name
 
 SHAPE = (32, 128)

@@ -16,10 +16,10 @@ from unittest import mock
 
 import jax
 import numpy as np
+from support.ops import COMPARISONS, parameter_dtype
 
 import jaxops
 from benchmarks import harness
-from jaxops._comparison import COMPARISONS, parameter_dtype
 from jaxops._device import H200, local_device
 from jaxops.ops import _matmul_choice as choices
 

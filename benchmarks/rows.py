@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.ops import COMPARISONS, ROW_OPS
 
 import jaxops
 from benchmarks import harness
-from jaxops._comparison import COMPARISONS, ROW_OPS
 
 #: Ops whose comparison takes an axis.
 ANY_AXIS = ("softmax", "log_softmax")

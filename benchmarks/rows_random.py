@@ -10,10 +10,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from support.ops import ROW_OPS, parameter_dtype
 
 import jaxops
 from benchmarks import harness, rows
-from jaxops._comparison import ROW_OPS, parameter_dtype
 
 #: What may come with each op, at most one of them at a time; "to float32" is for operands of 16 bits.
 OPTIONS = {

@@ -21,14 +21,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import transformer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxops
 from benchmarks import harness
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-import transformer
 
 ROWS_ALONE = SimpleNamespace(
     **{

@@ -1,136 +1,90 @@
-"""`python -m jaxops`: what is here, the ops beside their references, and a language model trained on both."""
+"""`python -m jaxops`: versions, devices, handlers, and a check of every op."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib.util
+import dataclasses
 import json
-import os
+import math
+import platform
 import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
-#: What the `demo` extra brings.
-_NEEDED = ("flax", "optax", "rich", "matplotlib")
+import jax
+import jaxlib
 
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
+import jaxops
+from jaxops import _selfcheck
+from jaxops._kernel import HANDLERS
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxops",
-        description="Shows what is here, measures every op beside jax.nn against float64, and trains a small Flax "
-        "language model on plain jax.nn and with jaxops swapped in.",
-        epilog="Exit status: 0; 1 if an op errs by more than its reference and 2 ulp, or the loss curves lie more "
-        "than 1 % apart; 2 for bad arguments or missing packages.",
-    )
-    parser.add_argument("--quick", action="store_true", help="few steps and small tables: about 20 seconds")
-    parser.add_argument("--json", action="store_true", help="print the results as one JSON object and nothing else")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out"),
-        help="directory for loss.png, made if there is none (default: %(default)s)",
-    )
-    parser.add_argument("--steps", type=_positive, help="training steps (default: 500, with --quick 30)")
-    parser.add_argument("--seed", type=int, default=0, help="of all random numbers, 0 to 2^31 - 1 (default: 0)")
-    options = parser.parse_args(arguments)
-    if not 0 <= options.seed < 2**31:
-        parser.error(f"argument --seed: must be from 0 to 2^31 - 1, got {options.seed}")
-    if options.steps is None:
-        options.steps = 30 if options.quick else 500
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=options.out).close()
-    except OSError as error:
-        parser.error(f"argument --out: cannot write into {options.out}: {error.strerror}")
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        parser.exit(2, f"python -m jaxops also needs {', '.join(missing)}: pip install '.[demo]' in jaxops' checkout\n")
-    return options
+def environment() -> dict[str, Any]:
+    """Versions, the default device, and the parts of jaxops that this Python has."""
+    device = jax.devices()[0]
+    cuda = sys.modules.get("jaxops._cuda")
+    return {
+        "versions": {
+            "jaxops": jaxops.__version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "python": platform.python_version(),
+        },
+        "location": str(Path(jaxops.__file__).parent),
+        "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
+        "handlers": {name: sorted(HANDLERS.get(name, ())) for name in ("cpu", "cuda")},
+        "cuda_architectures": getattr(cuda, "cuda_architectures", None),
+    }
+
+
+def describe(here: dict[str, Any]) -> str:
+    """The environment for people, a line for each entry."""
+    device = here["device"]
+    lines = {
+        "versions": ", ".join(f"{name} {version}" for name, version in here["versions"].items()),
+        "location": here["location"],
+        "device": f"{device['count']} x {device['kind']} ({device['platform']})",
+        **{f"{name} handlers": ", ".join(names) or "none" for name, names in here["handlers"].items()},
+        "cuda architectures": here["cuda_architectures"] or "none: built without the GPU half",
+    }
+    return "\n".join(f"{name + ':':<20}{text}" for name, text in lines.items())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo; returns the exit status."""
-    options = _parse(arguments)
-
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
+    """Prints the report; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxops",
+        description="Prints versions, devices and handlers, and compares every op with float64 on the default device.",
+        epilog=f"Exit status: 0; 1 if an op errs by more than {_selfcheck.LIMIT:.0f} ulp; 2 for bad arguments.",
     )
+    parser.add_argument("--quick", action="store_true", help="check one small shape of each op")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object and nothing else")
+    options = parser.parse_args(arguments)
 
-    from jaxops._comparison import COMPARISONS
-    from jaxops._demo import language_model, measurement, report
-
-    # Without a terminal to ask for its width, rich would cut the tables at 80 columns.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110
-    console = Console(width=width, quiet=options.json, highlight=False, markup=False)
-    say = functools.partial(console.print, soft_wrap=not console.is_terminal)
-
-    def progress() -> Progress:
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-
-    here = report.environment()
-    say(report.environment_line(here))
-
-    sizes = measurement.Sizes.of(here["device"]["platform"], options.quick)
-    rows = []
-    with progress() as bar:
-        task = bar.add_task("Measuring the ops", total=len(COMPARISONS) * len(measurement.DTYPES))
-        for row in measurement.measure_all(sizes, options.seed):
-            rows.append(row)
-            bar.update(task, advance=1, description=f"Measured {row.op} {row.dtype}")
-    console.print("\n", report.measurement_table(rows, sizes), sep="")
-
-    settings = language_model.Settings(steps=options.steps, seed=options.seed)
-    text = language_model.read_text()
-    with progress() as bar:
-        task = bar.add_task("Compiling both models", total=2 * settings.steps)
-        for runs in language_model.train(settings, text):
-            done = [run.losses for run in runs.values()]
-            description = "Training" + "".join(
-                f", {name} {run.losses[-1]:.3f}" for name, run in runs.items() if run.losses
-            )
-            bar.update(task, completed=sum(map(len, done)), description=description)
-    plain, swapped = runs["plain"], runs["jaxops"]
-    difference = language_model.largest_relative_difference(plain.losses, swapped.losses)
-
-    plot = options.out / "loss.png"
-    report.save_plot(runs, plot, f"A decoder of {plain.parameter_count:,} parameters on {here['device']['kind']}")
-    found = report.failures(rows, difference)
-    say(
-        f"\nA character-level decoder of {plain.parameter_count:,} parameters, on {len(text):,} characters of Python's "
-        f"own documentation, {settings.steps} steps of {settings.batch} x {settings.length} characters:\n"
-    )
-    console.print(report.loss_table(runs))
-    say(
-        f"\nLargest relative difference: {100 * difference:.2g} %. "
-        f"A step takes {1e3 * plain.seconds_per_step:.3g} ms on plain Flax, "
-        f"{1e3 * swapped.seconds_per_step:.3g} ms with jaxops. Plot: {plot}"
-    )
+    here = environment()
+    if not options.json:
+        print(describe(here))
+        print(f"\n{'op':<28}{'dtype':<10}{'value':>8}{'gradient':>10}   (errors in ulp of the largest element)")
+    checks = []
+    for check in _selfcheck.run(options.quick):
+        checks.append(check)
+        if not options.json:
+            errors = f"{check.value_error_ulp:8.2f}{check.gradient_error_ulp:10.2f}"
+            print(f"{check.op:<28}{check.dtype:<10}{errors}   {'ok' if check.passed else 'WRONG'}", flush=True)
     if options.json:
-        result = report.as_dictionary(here, sizes, rows, settings, runs, difference, plot, found)
-        print(json.dumps(result, allow_nan=False))
-    for failure in found:
-        print(f"python -m jaxops: {failure}", file=sys.stderr)
-    return 1 if found else 0
+        finite = [
+            {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
+            for row in ({**dataclasses.asdict(check), "passed": check.passed} for check in checks)
+        ]
+        print(json.dumps({**here, "checks": finite}, allow_nan=False))
+    wrong = [check for check in checks if not check.passed]
+    for check in wrong:
+        print(
+            f"python -m jaxops: {check.op} in {check.dtype} errs by {check.value_error_ulp:.3g} ulp (gradients: "
+            f"{check.gradient_error_ulp:.3g}); at most {_selfcheck.LIMIT:.0f} are allowed",
+            file=sys.stderr,
+        )
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

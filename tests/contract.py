@@ -1,4 +1,4 @@
-"""What every op must satisfy, as functions that take the op's Comparison (see jaxops/_comparison.py)."""
+"""What every op must satisfy, as functions that take the op's Comparison (see support/ops.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from jaxops._comparison import Comparison, exact, ulps, value_and_gradients
+from support.ops import Comparison, exact, ulps, value_and_gradients
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

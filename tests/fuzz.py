@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from hypothesis import strategies as st
+from support.ops import ROW_OPS
 
 import jaxops
-from jaxops._comparison import ROW_OPS
 
 OPS = (*ROW_OPS, "matmul", "dot_general")
 FLOATS = ("float32", "bfloat16", "float16")

@@ -15,9 +15,9 @@ import frames
 import numpy as np
 from frame_cases import matmul_call
 from row_cases import COLUMNS_ONCE
+from support.ops import ROW_OPS
 
 from jaxops import _kernel
-from jaxops._comparison import ROW_OPS
 from jaxops.ops import _matmul_choice as choices
 
 CODES = {"f32": 11, "bf16": 16, "f16": 10, "f64": 12}

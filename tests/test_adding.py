@@ -16,7 +16,8 @@ RUN = """
 import ctypes, importlib.util, sys
 import jax, jax.numpy as jnp, numpy as np
 import jaxops
-from jaxops import _comparison, _kernel
+from jaxops import _kernel
+from support import ops
 
 spec = importlib.util.spec_from_file_location("jaxops.ops.l2_normalize", sys.argv[2])
 module = importlib.util.module_from_spec(spec)
@@ -26,7 +27,7 @@ handler = ctypes.CDLL(sys.argv[1]).l2_normalize_fwd
 name = _kernel.target_name("l2_normalize_fwd")
 jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu", api_version=1)
 _kernel.HANDLERS["cpu"] |= {"l2_normalize_fwd"}
-namespace = vars(_comparison) | {"jaxops": jaxops}
+namespace = vars(ops) | {"jaxops": jaxops}
 comparison = eval("(" + open(sys.argv[3]).read() + ")", namespace)[0]
 
 import contract
@@ -55,7 +56,7 @@ def test_lists():
     cmake = (ROOT / "CMakeLists.txt").read_text().splitlines()
     for line in FILES["CMakeLists.txt"].splitlines():
         assert line.replace("l2_normalize", "softmax") in cmake
-    shown = set(FILES) - {"ffi/targets.h", "CMakeLists.txt", "jaxops/_comparison.py"}
+    shown = set(FILES) - {"ffi/targets.h", "CMakeLists.txt", "tests/support/ops.py"}
     assert all((ROOT / name.replace("l2_normalize", "softmax")).parent.is_dir() for name in shown)
 
 
@@ -72,5 +73,5 @@ def test_op(tmp_path):
     options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-fPIC", "-shared"]
     includes = [f"-I{tmp_path / 'ffi'}", f"-I{ROOT / 'ffi'}", "-isystem", str(headers)]
     subprocess.run(["g++", *options, *includes, str(source), "-o", str(library)], check=True)
-    files = [tmp_path / name for name in ("jaxops/ops/l2_normalize.py", "jaxops/_comparison.py")]
+    files = [tmp_path / name for name in ("jaxops/ops/l2_normalize.py", "tests/support/ops.py")]
     subprocess.run([sys.executable, "-c", RUN, str(library), *map(str, files)], cwd=ROOT / "tests", check=True)

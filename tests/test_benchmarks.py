@@ -4,21 +4,19 @@ import csv
 import importlib
 import pathlib
 import re
-import sys
 
 import jax
 import pytest
+from support.ops import ROW_OPS
 
-from jaxops._comparison import ROW_OPS
 from jaxops._device import H200, local_device
 
 COLUMNS = "date,jaxops,jax,device,op,direction,shape,dtype,ours,xla,unit,ceiling,ratio,timing"
 
 
 @pytest.fixture
-def load(monkeypatch):
-    """Imports a module of benchmarks/: the repository's root comes last, behind the installed jaxops."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(pathlib.Path(__file__).parents[1])])
+def load():
+    """Imports a module of benchmarks/."""
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 

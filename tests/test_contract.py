@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxops._comparison import COMPARISONS
+from support.ops import COMPARISONS
 
 pytestmark = pytest.mark.usefixtures("full_precision")
 

@@ -1,9 +1,10 @@
-"""`python -m jaxops`."""
+"""`make demo`."""
 
 import importlib.util
 import json
 import math
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -11,17 +12,21 @@ import contract
 import jax
 import numpy as np
 import pytest
+from support.ops import COMPARISONS
 
-from jaxops import __main__ as demo
-from jaxops._comparison import COMPARISONS
-from jaxops._demo import language_model, measurement, report
+from benchmarks.demo import __main__ as demo
+from benchmarks.demo import language_model, measurement, report
+from jaxops.__main__ import environment
+
+ROOT = pathlib.Path(__file__).parents[1]
+START = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module('benchmarks.demo', run_name='__main__')"
 
 
 def run(*arguments, cwd):
     # This process may hold most of a GPU's memory: the other must not reserve its share up front.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, "-m", "jaxops", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-c", START, *arguments]
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=300)
 
 
 def test_quick_json(tmp_path):
@@ -155,7 +160,7 @@ def test_nan_becomes_null():
     rows = [row((math.nan, 1.0))]
     settings, sizes = language_model.Settings(steps=2), measurement.Sizes.of("cpu", True)
     result = report.as_dictionary(
-        report.environment(), sizes, rows, settings, runs, math.nan, report.Path("out"), report.failures(rows, math.nan)
+        environment(), sizes, rows, settings, runs, math.nan, report.Path("out"), report.failures(rows, math.nan)
     )
     read = json.loads(json.dumps(result, allow_nan=False))
     assert read["training"]["losses"]["plain"] == [1.5, None]

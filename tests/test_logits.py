@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from logits_cases import INF, NAN, OPS, assert_matches_exact, every_op, exact, run, unbroadcast, wide
 from row_cases import assert_matches, beyond_few, coarsest
+from support.ops import value_and_gradients
 
 import jaxops
-from jaxops._comparison import value_and_gradients
 
 SHAPE = (2, 3, 5, 7)  # batch, heads, queries, keys
 CAUSAL = np.tril(np.ones(SHAPE[2:], bool))

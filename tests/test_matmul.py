@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 from jax import lax
 from row_cases import assert_matches, coarsest
+from support.ops import value_and_gradients
 
 import jaxops
-from jaxops._comparison import value_and_gradients
 from jaxops.ops import _epilogue, _matmul_kernel
 
 pytestmark = pytest.mark.usefixtures("full_precision")

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from row_cases import COLUMNS_ONCE, assert_matches, beyond_few, coarsest, crowds, edged, lengths, some_rows, strided
+from support.ops import Comparison, exact, value_and_gradients
 
 import jaxops
-from jaxops._comparison import Comparison, exact, value_and_gradients
 
 OPS = ("layer_norm", "rms_norm")
 every_op = pytest.mark.parametrize("op", OPS)

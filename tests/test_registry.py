@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.ops import COMPARISONS
 
 import jaxops
 from jaxops import _cpu, _kernel, _warnings
-from jaxops._comparison import COMPARISONS
 
 #: The kernels whose CPU half is XLA's own.
 LEFT_TO_XLA_ON_CPU = {"matmul", "epilogue_bwd"}

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from support.ops import value_and_gradients
 
 import jaxops
 from jaxops import _kernel, _warnings
-from jaxops._comparison import value_and_gradients
 from jaxops._rows import accumulator
 
 SHAPE = (4, 3, 16, 24)  # batch, heads, queries, keys

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from logits_cases import INF, NAN, OPS, assert_matches_exact, every_op, exact, run, unbroadcast, wide
 from row_cases import COLUMNS_ONCE, assert_matches, beyond_few, coarsest, crowds, edged, lengths, some_rows, strided
+from support.ops import value_and_gradients
 
 import jaxops
 from jaxops import _warnings
-from jaxops._comparison import value_and_gradients
 
 # --- axes ---
 

@@ -11,10 +11,10 @@ import pytest
 import transformations
 import transformer
 from jax.test_util import check_grads
+from support.ops import ROW_OPS
 
 import jaxops
 from jaxops import _kernel
-from jaxops._comparison import ROW_OPS
 
 #: Tested with more shapes and axes elsewhere.
 ELSEWHERE = ("jit", "vmap", "nested vmap", "scan", "while", "cond", "remat", "check_grads")

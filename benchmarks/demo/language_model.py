@@ -122,6 +122,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, characters):
+        """The logits."""
         operations, settings = self.operations, self.settings
         x = nn.Embed(self.vocabulary, settings.width, name="character")(characters)
         x = x + nn.Embed(settings.length, settings.width, name="position")(jnp.arange(characters.shape[-1]))

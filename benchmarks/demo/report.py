@@ -1,46 +1,26 @@
-"""What `python -m jaxops` says: tables for people, a dictionary for machines, and the plot."""
+"""The output of the demo: tables for people, a dictionary for machines, and the plot."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import platform
 from pathlib import Path
 from typing import Any
 
-import jax
-import jaxlib
 import numpy as np
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-import jaxops
-from jaxops._demo.language_model import Run, Settings
-from jaxops._demo.measurement import ROUNDING, Pair, Row, Sizes
-from jaxops._kernel import HANDLERS
+from benchmarks.demo.language_model import Run, Settings
+from benchmarks.demo.measurement import ROUNDING, Pair, Row, Sizes
 
 #: How far the two loss curves may lie apart, relative to the plain one.
 CURVE_TOLERANCE = 0.01
 
 
-def environment() -> dict[str, Any]:
-    """Versions, the device on which everything runs, and the registered handlers by platform."""
-    device = jax.devices()[0]
-    return {
-        "versions": {
-            "jaxops": jaxops.__version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "python": platform.python_version(),
-        },
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
-        "handlers": {name: sorted(HANDLERS.get(name, ())) for name in ("cpu", "cuda")},
-    }
-
-
 def environment_line(here: dict[str, Any]) -> str:
-    """The same in one line."""
+    """Versions, device and handlers in one line."""
 
     def handlers(names):
         ops = sorted({name.removesuffix("_fwd").removesuffix("_bwd") for name in names})

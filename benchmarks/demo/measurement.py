@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from jaxops._comparison import COMPARISONS, Comparison, exact, ulps, value_and_gradients
+from support.ops import COMPARISONS, Comparison, exact, ulps, value_and_gradients
 
 DTYPES = ("float32", "bfloat16")
 

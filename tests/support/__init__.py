@@ -1,0 +1,1 @@
+"""Cases and helpers that the tests, the benchmarks and the demo share."""
