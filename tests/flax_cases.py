@@ -48,6 +48,24 @@ ATTENTIONS = {
 }
 
 
+#: Of attention with 4 queries and keys of 2 heads: a bias of -inf, a mask, and queries that see a key by both alone.
+_FROM_KEY = {n: jnp.arange(4) >= n for n in range(4)}
+_TRIANGLE = jnp.tril(jnp.ones((4, 4), bool))
+HIDING_BIASES = {
+    "causal bias, left padding": (jnp.where(_TRIANGLE, 0, -jnp.inf), _FROM_KEY[2]),
+    "causal bias, padding of each entry": (
+        jnp.where(_TRIANGLE, 0.5, -jnp.inf)[None, None],
+        jnp.stack([_FROM_KEY[1], _FROM_KEY[3]])[:, None, None],
+    ),
+    "a row of -inf, half of it masked": (
+        jnp.zeros((4, 4)).at[1].set(-jnp.inf),
+        jnp.ones((4, 4), bool).at[1, 1:3].set(False),
+    ),
+    "every head its own": (jnp.zeros((2, 4, 4)).at[1, :, 1:].set(-jnp.inf), _FROM_KEY[1]),
+    "no mask": (jnp.where(_FROM_KEY[2], 0, -jnp.inf), None),
+}
+
+
 def draw(rng, shape, dtype=jnp.float32):
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.asarray(rng.integers(-9, 9, shape), dtype)

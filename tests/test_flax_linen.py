@@ -345,6 +345,66 @@ def test_attention_with_bias(rng):
     cases.assert_same(got, wanted)
 
 
+@pytest.mark.parametrize("case", cases.HIDING_BIASES)
+@pytest.mark.parametrize("options", [{}, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(1)}], ids=["", "dropout"])
+def test_biases_of_minus_infinity(rng, case, options):
+    """A key whose bias is -inf is not seen, whatever the mask says of it."""
+    q, k, v = (cases.draw(rng, (2, 4, 2, 8)) for _ in range(3))
+    bias, mask = cases.HIDING_BIASES[case]
+    causal = nn.make_causal_mask(jnp.ones((1, 4)), dtype=bool)
+    for is_causal in (False, True):
+        combined = mask if not is_causal else causal if mask is None else causal & mask
+        attend = functools.partial(linen.dot_product_attention, causal=is_causal, **options)
+        flaxs = functools.partial(nn.dot_product_attention, **options)
+        got = cases.value_and_gradients(lambda *x, f=attend: f(*x, mask=mask), q, k, v, bias)
+        wanted = cases.value_and_gradients(lambda *x, f=flaxs, mask=combined: f(*x, mask=mask), q, k, v, bias)
+        cases.assert_same(got, wanted, ulp=32)
+        if not options:
+            got = linen.dot_product_attention_weights(q, k, bias, mask, causal=is_causal)
+            cases.assert_same(got, nn.dot_product_attention_weights(q, k, bias, combined), ulp=32)
+
+
+def test_rows_that_nothing_hides_and_no_bias_lets_through():
+    """Are NaN, in Flax too: large negative logits stand for what masks hide, and there is none."""
+    q, bias = jnp.ones((1, 4, 2, 8)), jnp.zeros((4, 4)).at[1].set(-jnp.inf)
+    mask = jnp.ones((4, 4), bool).at[2, 1:3].set(False)
+    got, wanted = (f(q, q, q, bias, mask) for f in (linen.dot_product_attention, nn.dot_product_attention))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+    assert np.isnan(got[:, 1]).all()
+    assert np.isfinite(got[:, 2:]).all()
+
+
+@pytest.mark.parametrize("depth", [64, 48, 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_products_of_float16(causal, depth):
+    """Are scaled before they are rounded: they reach as far as Flax's."""
+    q = jnp.full((1, 4, 2, depth), (8 * 5e4 / depth) ** 0.5 if depth > 1 else 200, jnp.float16)
+    mask = nn.make_causal_mask(jnp.ones((1, 4))) if causal else None
+    for change in ({}, {"dropout_rate": 0.5, "dropout_rng": jax.random.key(1)}):
+        got, wanted = (
+            cases.value_and_gradients(functools.partial(attend, **change), q, q, q)
+            for attend in (
+                functools.partial(linen.dot_product_attention, causal=causal),
+                functools.partial(nn.dot_product_attention, mask=mask),
+            )
+        )
+        cases.assert_same(got[0], wanted[0], ulp=4)
+        assert all(np.isfinite(x).all() for x in (wanted[0], *got[1]))
+
+
+def test_products_of_the_users_see_scaled_queries():
+    """As in Flax: whatever they make of the logits is made of scaled ones."""
+
+    def capped(subscripts, *operands):
+        logits = jnp.einsum(subscripts, *operands)
+        return 5 * jnp.tanh(logits / 5) if subscripts.endswith("qk") else logits
+
+    q = 2 * jnp.ones((1, 3, 2, 8)).at[:, 1].set(-1)
+    options = {"qk_attn_weights_einsum": capped, "attn_weights_value_einsum": jnp.einsum}
+    got, wanted = (f(q, q, q, **options) for f in (linen.dot_product_attention, nn.dot_product_attention))
+    cases.assert_same(got, wanted)
+
+
 def test_attention_with_products_of_the_users(rng):
     q, k, v = (cases.draw(rng, (2, 6, 4, 8)) for _ in range(3))
     own = {"qk_attn_weights_einsum": jnp.einsum, "attn_weights_value_einsum": jnp.einsum}

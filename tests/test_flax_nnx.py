@@ -211,6 +211,50 @@ def test_attention_with_bias(rng):
     cases.assert_same(got, wanted, rounding="bfloat16")
 
 
+class _Stored(nnx.Module):
+    """Where attention weights are stored."""
+
+
+def _options(kept):
+    """Options of attention that keeps its logits in the dtype of the computation, and others."""
+    by = {"dropout": {"dropout_rate": 0.5, "dropout_rng": jax.random.key(1)}, "undropped": {"dropout_rate": 0.5}}
+    return {"": {}, "dropout": by["dropout"], "undropped": by["undropped"] | {"deterministic": True}}[kept]
+
+
+@pytest.mark.parametrize("case", cases.HIDING_BIASES)
+@pytest.mark.parametrize("kept", ["", "dropout"])
+def test_biases_of_minus_infinity(rng, case, kept):
+    q, k, v = (cases.draw(rng, (2, 4, 2, 8)) for _ in range(3))
+    bias, mask = cases.HIDING_BIASES[case]
+    bias = jnp.broadcast_to(bias, (2, 2, 4, 4))
+    mask = None if mask is None else jnp.broadcast_to(mask, (2, 2, 4, 4))
+    for causal in (False, True):
+        options = _options(kept) | {"mask": mask, "is_causal": causal}
+        got, wanted = (
+            cases.value_and_gradients(functools.partial(f, **options), q, k, v, bias)
+            for f in (fast.dot_product_attention, nnx.dot_product_attention)
+        )
+        cases.assert_same(got, wanted, ulp=32)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("kept", ["", "dropout", "undropped", "stored"])
+def test_large_products_of_float16(kept, heads):
+    """Are scaled before they are rounded: they reach as far as Flax's."""
+    q, k = (jnp.full((1, 4, n, 64), 80, jnp.float16) for n in (2, heads))
+    results = []
+    for attend in (fast.dot_product_attention, nnx.dot_product_attention):
+        options = {"module": _Stored()} if kept == "stored" else _options(kept)
+        if heads == 1 and kept:
+            attend = functools.partial(fast.dot_product_attention) if attend is fast.dot_product_attention else None
+        if attend is not None:
+            results.append(attend(q, k, k, **options))
+    assert np.isfinite(results[0]).all()
+    if len(results) == 2:
+        cases.assert_same(*results, ulp=4)
+
+
 def test_rope(rng):
     if not hasattr(nnx, "RoPE"):
         pytest.skip("this Flax has no RoPE")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import _arguments as arguments
+from jaxops._rows import expand_rank
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.matmul import dot_general, matmul, triangular_dot_general
 from jaxops.ops.rms_norm import rms_norm
@@ -199,7 +200,7 @@ def weights_value(
 ) -> jax.Array:
     """`[..., queries, heads, features]` from `[..., heads, queries, keys]` and `[..., keys, heads, features]`.
 
-    causal: the weights of keys after their query are 0.
+    causal: the weights of keys after their query are 0, as they are without a bias (see `attention_weights`).
     """
     value, rank = _heads_first(value), weights.ndim
     value = jnp.broadcast_to(value, (*weights.shape[:-2], *value.shape[-2:]))  # a mask or bias may have more batches
@@ -208,10 +209,15 @@ def weights_value(
     return _heads_first(product(weights, value, (((rank - 1,), (rank - 2,)), (batch, batch)), **options))
 
 
+def _triangle(shape: Sequence[int]) -> jax.Array:
+    """`[queries, keys]`: which keys causality leaves a query."""
+    return jnp.tril(jnp.ones(shape, bool))
+
+
 def visible_rows(mask: jax.Array, causal: bool) -> jax.Array:
     """`[..., queries, 1]`: which queries see a key at all."""
     if causal:
-        mask = mask & jnp.tril(jnp.ones(mask.shape[-2:], bool))
+        mask = mask & _triangle(mask.shape[-2:])
     return jnp.any(mask, axis=-1, keepdims=True)
 
 
@@ -227,6 +233,23 @@ def check_key_value(key: jax.Array, value: jax.Array) -> None:
         raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree but for their last axes")
 
 
+def early_scale(depth: int, *, users: bool = False, widened: bool = False) -> float:
+    """The factor of depth^-1/2 by which queries are multiplied before their products with keys are rounded.
+
+    The rest is the softmax's scale. A power of two costs no accuracy, and leaves products at most as large as Flax's,
+    which divides queries first: else those of float16 might overflow.
+
+    Args:
+      depth: of query and key.
+      users: the product is the user's own, which is to see the queries as Flax scales them.
+      widened: the product has more bits than query and key.
+    """
+    scale = depth**-0.5
+    if users:
+        return scale
+    return 1.0 if widened else 2.0 ** (math.frexp(scale)[1] - 1)
+
+
 def attention_weights(
     query: jax.Array,
     key: jax.Array,
@@ -234,26 +257,46 @@ def attention_weights(
     mask: jax.Array | None,
     *,
     score: Callable[..., jax.Array],
+    early: float,
     causal: bool,
     dtype: Any,
     uniform: bool = True,
 ) -> jax.Array:
-    """softmax(query key^T depth^-1/2 + bias) over the keys that the mask lets through.
+    """softmax(query key^T depth^-1/2 + bias) over the keys that a query sees.
+
+    It sees those that neither the mask nor causality hides, and whose bias is above -inf. A query that sees none has
+    equal weights for the keys that are hidden, as Flax's large negative logits give them: NaN if none is.
 
     Args:
       query, key: as `score` takes them, which gives their products, `[..., heads, queries, keys]`.
       mask: broadcasts to the shape of the products.
-      uniform: a query that sees no key has equal weights, as in Flax; else weights of 0 (see `restore_rows`).
+      early: the factor of depth^-1/2 by which `score` is to get its queries multiplied (see `early_scale`).
+      uniform: without a bias, False gives weights of 0 to a query that sees no key (see `restore_rows`).
     """
-    logits = score(query, key)
+    rest = query.shape[-1] ** -0.5 / early
+    logits = score(query if early == 1 else query * early, key)
     if mask is not None:
         arguments.joint_shape("attention", logits=logits.shape, mask=jnp.shape(mask))
-    mask = None if mask is None else _boolean_mask(mask, logits.ndim)
-    weights = softmax(logits, scale=query.shape[-1] ** -0.5, bias=bias, where=mask, causal=causal, dtype=dtype)
-    if mask is None or not uniform:
+        mask = _boolean_mask(mask, logits.ndim)
+    options = {"scale": None if rest == 1 else rest, "causal": causal, "dtype": dtype}
+    if mask is None and not causal:
+        return softmax(logits, bias=bias, **options)
+    visible = mask
+    if bias is not None:
+        bias = expand_rank(arguments.real_array("attention", "bias", bias), logits.ndim)
+        arguments.joint_shape("attention", logits=logits.shape, bias=bias.shape)
+        visible = ~jnp.isneginf(bias) if mask is None else mask & ~jnp.isneginf(bias)
+    weights = softmax(logits, bias=bias, where=visible, **options)
+    if visible is None or (bias is None and not uniform):
         return weights
-    full = jnp.broadcast_to(mask, (*mask.shape[:-2], *logits.shape[-2:]))
-    return jnp.where(visible_rows(full, causal), weights, jnp.asarray(1 / logits.shape[-1], weights.dtype))
+    shape = (*visible.shape[:-2], *logits.shape[-2:])
+    seen = visible_rows(jnp.broadcast_to(visible, shape), causal)
+    hidden = jnp.zeros(shape[-2:], bool) if mask is None else ~mask
+    hidden = hidden | ~_triangle(shape[-2:]) if causal else jnp.broadcast_to(hidden, (*mask.shape[:-2], *shape[-2:]))
+    count = jnp.sum(hidden, axis=-1, keepdims=True, dtype=jnp.float32)
+    equal = jnp.where(count == 0, jnp.nan, hidden / count)
+    # Added, not selected: where no key is seen the kernel's weights are 0, and so are its gradients.
+    return weights + jnp.where(seen, 0, equal).astype(weights.dtype)
 
 
 def attend(
@@ -264,6 +307,7 @@ def attend(
     mask: jax.Array | None,
     *,
     score: Callable[..., jax.Array],
+    early: float,
     mix: Callable[..., jax.Array],
     causal: bool,
     dtype: Any,
@@ -275,15 +319,18 @@ def attend(
       query: `[..., queries, heads, depth]`.
       key, value: `[..., keys, heads, depth]` and `[..., keys, heads, features]`.
       score: the products of queries and keys, `[..., heads, queries, keys]`.
+      early: see `attention_weights`.
       mix: `[..., queries, heads, features]` from weights and values.
       dtype: of the weights.
       change: takes the weights, and returns those that are used: dropout, or to look at them.
     """
-    uniform = change is not None
-    weights = attention_weights(query, key, bias, mask, score=score, causal=causal, dtype=dtype, uniform=uniform)
+    uniform = change is not None or bias is not None
+    options = {"score": score, "early": early, "causal": causal, "dtype": dtype, "uniform": uniform}
+    weights = attention_weights(query, key, bias, mask, **options)
     if change is not None:
-        return mix(change(weights), value)
-    return restore_rows(mix(weights, value), value, mask, causal)
+        weights = change(weights)
+    out = mix(weights, value)
+    return out if uniform else restore_rows(out, value, mask, causal)
 
 
 def restore_rows(out: jax.Array, value: jax.Array, mask: jax.Array | None, causal: bool) -> jax.Array:

@@ -287,7 +287,7 @@ def dot_product_attention(
 
     def mix(weights, value):
         if heads == groups:
-            return _functions.weights_value(weights, value, dot_general, alone, precision=precision)
+            return _functions.weights_value(weights, value, dot_general, alone and bias is None, precision=precision)
         weights = weights.reshape(*weights.shape[:-3], groups, heads // groups, *weights.shape[-2:])
         out = einsum("...hgqk,...khd->...qhgd", weights, value)
         return out.reshape(*out.shape[:-3], heads, out.shape[-1])
@@ -307,6 +307,7 @@ def dot_product_attention(
         bias,
         mask,
         score=score,
+        early=_functions.early_scale(query.shape[-1], widened=wide not in (None, query.dtype)),
         mix=mix,
         causal=is_causal,
         dtype=query.dtype,

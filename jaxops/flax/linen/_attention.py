@@ -72,8 +72,10 @@ def dot_product_attention_weights(
     query, key = dtypes.promote_dtype(query, key, dtype=dtype)
     _check_query_key(query, key)
     score = _score("einsum", einsum, precision, einsum_dot_general, causal and mask is None)
+    early = _functions.early_scale(query.shape[-1], users=bool(einsum or einsum_dot_general))
     wide = jnp.float32 if force_fp32_for_softmax else query.dtype
-    weights = _functions.attention_weights(query, key, bias, mask, score=score, causal=causal, dtype=wide)
+    options = {"score": score, "early": early, "causal": causal, "dtype": wide}
+    weights = _functions.attention_weights(query, key, bias, mask, **options)
     dropout = _Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     change = _change(dropout, module, key.ndim - 2, query.dtype)
     return change(weights) if change else weights
@@ -205,8 +207,9 @@ def dot_product_attention(
         _functions.weights_value,
         precision,
         einsum_dot_general,
-        alone,
+        alone and bias is None,
     )
+    users = bool(qk_attn_weights_einsum or einsum_dot_general)
     dropout = _Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     return _functions.attend(
         query,
@@ -215,6 +218,7 @@ def dot_product_attention(
         bias,
         mask,
         score=score,
+        early=_functions.early_scale(query.shape[-1], users=users),
         mix=mix,
         causal=causal,
         dtype=jnp.float32 if force_fp32_for_softmax else query.dtype,
