@@ -17,7 +17,7 @@ from row_cases import assert_matches, coarsest
 from support.ops import value_and_gradients
 
 import jaxops
-from jaxops.ops import _epilogue, _matmul_kernel
+from jaxops.ops import _epilogue, _matmul_choice, _matmul_kernel
 
 pytestmark = pytest.mark.usefixtures("full_precision")
 
@@ -390,12 +390,12 @@ def test_epilogues_without_a_kernel(dtype, result, promotion, rng, on_gpu):
     a, b, bias = normal(rng, (4, 8), dtype), normal(rng, (8, 5), dtype), normal(rng, (5,))
     numbers = (((1,), (0,)), ((), ()))
     product = jnp.matmul(a, b, preferred_element_type=result)
-    z = product.astype(jnp.float32)
+    z = jnp.asarray(wide(a) @ wide(b), jnp.float32)
     with jax.numpy_dtype_promotion(promotion):
         for activation, apply in _epilogue.ACTIVATIONS.items():
             ours = functools.partial(jaxops.matmul, a, b, preferred_element_type=result, activation=activation)
             for got, wanted in (
-                (ours(), apply(z)),
+                (ours(), apply(z) if activation else product.astype(jnp.float32)),
                 (ours(bias=bias), apply(z + bias)),
                 (ours(lhs_scale=0.3, rhs_scale=0.7), apply(np.float32(0.3) * np.float32(0.7) * z)),
             ):
@@ -403,7 +403,7 @@ def test_epilogues_without_a_kernel(dtype, result, promotion, rng, on_gpu):
                 eps = float(jnp.finfo(got.dtype).eps)  # eager and fused activations may lie at two sides of a tie
                 np.testing.assert_allclose(wide(got), wide(wanted.astype(got.dtype)), rtol=eps, atol=eps / 16)
         got = jaxops.dot_general(a, b, numbers, preferred_element_type=result, rhs_scale=0.5)
-        np.testing.assert_array_equal(wide(got), wide((z * np.float32(0.5)).astype(product.dtype)))
+        np.testing.assert_allclose(wide(got), wide((z * np.float32(0.5)).astype(product.dtype)), rtol=eps)
         gradient = jax.grad(lambda bias: ours(bias=bias, lhs_scale=0.5).astype(jnp.float32).sum())(bias)
         assert gradient.dtype == bias.dtype and np.isfinite(gradient).all()
 
@@ -587,6 +587,38 @@ def test_sums_are_rounded_once(rng, on_gpu):
     sums = wide(a) @ wide(b)
     got = jaxops.matmul(a, b, bias=jnp.asarray(-sums.round(), jnp.float32), activation="relu")
     assert_matches(got, np.maximum(sums - sums.round(), 0), rounding=1)
+
+
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")
+@pytest.mark.parametrize(
+    "value, k, dtype, options, wanted",
+    [
+        (40, 64, "float8_e4m3fn", {"lhs_scale": 0.01, "rhs_scale": 0.1}, 104),  # 102.4, rounded
+        (10, 1024, "float16", {"lhs_scale": 0.1}, 10240),
+        (10, 1024, "float16", {"bias": np.float32(-5e4)}, 52400),
+        (10, 1024, "float16", {"bias": np.float32(-1e5), "activation": "relu"}, 2400),
+        (1000, 1024, "float32", {"preferred_element_type": np.float16, "rhs_scale": 1e-5}, 10240),
+        (10, 1024, "float16", {"precision": "F16_F16_F16", "lhs_scale": 0.1}, 10240),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["as it is", "out_sharding", "XLA's dot"])
+def test_sums_that_only_the_result_holds(value, k, dtype, options, wanted, how, monkeypatch):
+    """Scales, bias and activation meet sums that the result's dtype does not hold, whoever multiplies."""
+    if options.get("precision") and (how != "as it is" or jax.default_backend() == "cpu"):
+        pytest.skip("XLA does not have this algorithm everywhere")
+    if how == "XLA's dot":
+        monkeypatch.setattr(_matmul_choice, "choose", lambda *_: _matmul_choice.Choice("xla", "told to"))
+        monkeypatch.setattr(_matmul_kernel.kernel, "plain", _matmul_kernel.kernel.call_target)
+    a = jnp.full((16, k), value, dtype)
+    options = options | ({"bias": jnp.full(16, options["bias"])} if "bias" in options else {})
+    if how == "out_sharding":
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
+        with jax.set_mesh(mesh):
+            got = jaxops.matmul(a, a.T, **options, out_sharding=jax.P("x", None))
+    else:
+        got = jax.jit(lambda a: jaxops.matmul(a, a.T, **options))(a)
+    np.testing.assert_array_equal(wide(got), np.asarray(wanted, got.dtype).astype(np.float64))
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_exact", "silu"])

@@ -292,9 +292,8 @@ class _MatmulKernel(Kernel):
         lhs, rhs, *_ = operands
         choice = self.choice(*operands, spec=spec, preactivation=preactivation)
         if choice.kernel == "xla":
-            # In the result's dtype, as jax.numpy asks for it: else XLA writes f32 sums, and rounds them in a pass.
-            alone = len(operands) == 2 and spec.activation is None
-            sums = spec.dtype if alone or (not spec.scaled and lhs.dtype.itemsize == 2) else None
+            # Alone in the result's dtype, as jax.numpy asks for it: else XLA writes f32 sums and rounds them in a pass.
+            sums = spec.dtype if len(operands) == 2 and spec.activation is None else None
             how = {"sums": sums, "padded": choice.padded}
             return restore(self._on_xla(*operands, spec=spec, preactivation=preactivation, **how))
         results = self.abstract(*operands, spec=spec, preactivation=preactivation)

@@ -104,9 +104,8 @@ def matmul(
     added, as XLA's are.
     On a GPU f32 operands are rounded to TF32 unless the highest precision is asked for, as XLA's are; then the error is
     that of f32 arithmetic. Which kernel a GPU runs follows from shapes, dtypes and the device by a table of measured
-    rates; where XLA's own dot is faster, it is chosen, and :func:`jaxops.explain` says so: a 16-bit product is then
-    rounded as jax.numpy rounds it, and a bias added in 16 bits, before the activation. On the CPU, and for dtypes or
-    options without a kernel (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
+    rates; where XLA's own dot is faster, it is chosen, and :func:`jaxops.explain` says so. On the CPU, and for dtypes
+    or options without a kernel (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
 
     Args:
       a: array of 1 or more dimensions, `[..., m, k]`; 1-D as in numpy.
@@ -114,7 +113,7 @@ def matmul(
       precision: as in jax.numpy.matmul; see above.
       preferred_element_type: dtype of the result; by default the one to which `a` and `b` promote.
       out_sharding: as in jax.numpy.matmul.
-      bias: array that broadcasts to the result's shape; added in f32 (f64), but see above.
+      bias: array that broadcasts to the result's shape; added in f32 (f64).
       activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu".
       lhs_scale: scalar by which `a` is to be multiplied, as the scale of a tensor of 8-bit floats; f32 (f64).
       rhs_scale: the same for `b`; s above is the product of both.
@@ -143,7 +142,7 @@ def matmul(
             raise ValueError(f"matmul: bias must broadcast to the result's shape {out.shape}, got {bias.shape}")
     scale = _joint_scale("matmul", lhs_scale, rhs_scale, out.dtype)
     if dtypes is None:
-        return _compose_epilogue("matmul", reference(a, b, out_sharding=out_sharding), scale, bias, activation)
+        return _compose("matmul", reference, (a, b), out, out_sharding, scale, bias, activation)
 
     rank = max(a.ndim, b.ndim, 2)
     lhs = (a[None, :] if a.ndim == 1 else a).astype(dtypes[0])
@@ -175,15 +174,18 @@ def _joint_scale(op, lhs_scale, rhs_scale, dtype):
     return functools.reduce(operator.mul, scales) if scales else None
 
 
-def _compose_epilogue(op, product, scale, bias, activation):
-    """Scale, bias and activation around XLA's dot, for what has no kernel; as the kernels' results not weakly typed."""
-    dtype = product.dtype
+def _compose(op, reference, operands, out, out_sharding, scale=None, bias=None, activation=None):
+    """XLA's dot with scale, bias and activation, for what has no kernel; as the kernels' results not weakly typed.
+
+    What follows the dot gets its sums, as in the kernels, not sums rounded to the result's dtype.
+    """
+    dtype = out.dtype
     if scale is bias is activation is None:
-        return product.astype(dtype)
+        return reference(*operands, out_sharding=out_sharding).astype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{op}: scales, bias and activation need a result of a floating dtype, got {dtype}")
     wide = accumulator(dtype)
-    out = product.astype(wide)
+    out = dataclasses.replace(reference, preferred=wide)(*operands, out_sharding=out_sharding).astype(wide)
     out = out if scale is None else out * scale
     out = out if bias is None else out + expand_rank(bias.astype(wide), out.ndim)
     return ACTIVATIONS[activation](out).astype(dtype)
@@ -276,7 +278,7 @@ def triangular_dot_general(
     )
     scale = _joint_scale("dot_general", lhs_scale, rhs_scale, out.dtype)
     if dtypes is None:
-        return _compose_epilogue("dot_general", reference(lhs, rhs, out_sharding=out_sharding), scale, None, None)
+        return _compose("dot_general", reference, (lhs, rhs), out, out_sharding, scale)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     order = np.argsort(lhs_contract)
     lhs_contract, rhs_contract = ([axes[i] for i in order] for axes in (lhs_contract, rhs_contract))
