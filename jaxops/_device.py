@@ -1,22 +1,61 @@
-"""The GPU that programs are lowered for."""
+"""The GPU that programs are lowered for, and what the GPU half was compiled for."""
 
 from __future__ import annotations
 
 import functools
+import re
 from typing import NamedTuple
 
 import jax
 
+#: What Hopper's kernels (wgmma, clusters) need: the capability of the GPU, and the architecture they are compiled for.
+HOPPER, HOPPER_ARCHITECTURE = "9.0", "90a"
+
 
 class Device(NamedTuple):
-    """What the choice of a kernel depends on: the CUDA compute capability and the number of multiprocessors."""
+    """What the choice of a kernel depends on.
+
+    capability: the CUDA compute capability. architectures: those for which the GPU half was compiled, as CMake names
+    them ("80-real", "90a"); None: this device's.
+    """
 
     capability: str
     multiprocessors: int
+    architectures: tuple[str, ...] | None = None
+
+    def why_not_hopper(self) -> str | None:
+        """Why Hopper's kernels do not run here; None: they do."""
+        if self.capability != HOPPER:
+            return f"tuned for compute capability {HOPPER}, not {self.capability}"
+        if self.architectures is None or any(a.split("-")[0] == HOPPER_ARCHITECTURE for a in self.architectures):
+            return None
+        return f"Hopper's kernels were not compiled: JAXOPS_CUDA_ARCHITECTURES needs {HOPPER_ARCHITECTURE}"
+
+    def why_no_kernels(self) -> str | None:
+        """Why no kernel of the GPU half runs here; None: some do."""
+        if self.architectures is None or any(_runs_on(a, self.capability) for a in self.architectures):
+            return None
+        compiled = ";".join(self.architectures)
+        return f"the GPU half was compiled for {compiled} (JAXOPS_CUDA_ARCHITECTURES), not for {self.capability}"
+
+
+def _runs_on(architecture: str, capability: str) -> bool:
+    """Whether what was compiled for an architecture runs on a GPU.
+
+    Machine code ("-real") runs on later ones of its generation, PTX on all later ones; of the kind "a" on none but its
+    own, of the kind "f" on those of its generation.
+    """
+    if not (match := re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", architecture)):
+        return True  # a name that is not known: CUDA says what it thinks of it
+    needed = int(match[1]), int(match[2])
+    have = tuple(map(int, capability.split(".")))
+    if match[3] == "a":
+        return have == needed
+    return have >= needed and (have[0] == needed[0] or not (match[3] or match[4] == "-real"))
 
 
 #: Assumed where a program is lowered for CUDA on a machine without a GPU.
-H200 = Device("9.0", 132)
+H200 = Device(HOPPER, 132)
 
 
 @functools.cache
@@ -26,4 +65,12 @@ def local_device() -> Device:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
         return H200
-    return Device(str(device.compute_capability), int(device.core_count))
+    return Device(str(device.compute_capability), int(device.core_count), _compiled_architectures())
+
+
+def _compiled_architectures() -> tuple[str, ...] | None:
+    try:
+        from jaxops import _cuda
+    except ImportError:
+        return None
+    return tuple(re.split("[; ]+", _cuda.cuda_architectures))

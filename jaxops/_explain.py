@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxops._kernel import COMPOSITES, HANDLERS, KERNELS, PLATFORMS
+from jaxops._kernel import COMPOSITES, KERNELS, PLATFORMS, why_no_handler
 
 _PREFIX = "jaxops_"
 
@@ -195,7 +195,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
         if kernel is None:
             continue
         avals, results = ([variable.aval for variable in side] for side in (equation.invars, equation.outvars))
-        available = name in HANDLERS.get(platform, ()) and all(math.prod(aval.shape) for aval in avals)
+        available = why_no_handler(name, platform) is None and all(math.prod(aval.shape) for aval in avals)
         available = available and kernel.is_chosen(*avals, **equation.params)
         calls.append(
             KernelCall(

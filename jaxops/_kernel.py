@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxops._device import local_device
 from jaxops._sharding import (
     Layout,
     gather,
@@ -78,6 +79,13 @@ def register_handlers(platform: str, targets: dict[str, Any]) -> None:
     HANDLERS[platform] = frozenset(targets)
 
 
+def why_no_handler(name: str, platform: str) -> str | None:
+    """Why a kernel has no handler that runs on a platform; None: it has one."""
+    if name not in HANDLERS.get(platform, ()):
+        return "jaxops was built without kernels for it"
+    return local_device().why_no_kernels() if platform == "cuda" else None
+
+
 class Kernel:
     """A primitive that runs one FFI target on the platforms that have it, and plain JAX on all others.
 
@@ -123,9 +131,10 @@ class Kernel:
     def _lower(self, platform: str, *operands, **params):
         if any(operand.size == 0 for operand in operands):
             return self.composed(*operands, **params)
-        here = self.name in HANDLERS.get(platform, ())
+        why = why_no_handler(self.name, platform)
+        here = why is None
         if not here and platform not in self.plain_on:
-            warn_fallback(f"{self.name} on {platform}", "jaxops was built without kernels for it")
+            warn_fallback(f"{self.name} on {platform}", why)
         run = self.call_target if here else self.plain
         local = functools.partial(self.local, run, **params)
         program = (__version__, target_name(self.name), platform, here, sorted(params.items()))

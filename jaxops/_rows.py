@@ -20,17 +20,12 @@ from jax.core import ShapedArray
 from jax.interpreters import ad
 
 from jaxops._kernel import Kernel, jvp_of_linear
+from jaxops._limits import MAX_AXES, MAX_CAUSAL_SIZE, MAX_COLUMNS
 from jaxops._sharding import Layout
 from jaxops._warnings import warn_fallback
 
 #: The parameters that name axes of x. vmap shifts them; an axis of -1 is none.
 AXIS_PARAMETERS = ("axes", "kept", "query_axis", "key_axis")
-
-#: The most normalised axes, and the most other axes, that the handlers take (ffi/core/row_shape.h).
-MAX_AXES = 12
-
-#: The most elements of a row that they take.
-MAX_COLUMNS = 2**31 - 2**20 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,17 +365,20 @@ class RowKernel(Kernel):
         rows = f"{x.size // max(columns, 1)} rows of {columns} {lie}"
         return f"{rows}; {super().explain(x, *operands, axes=axes, **params)}"
 
-    def _beyond_limits(self, x, axes) -> tuple[str, str] | None:
+    def _beyond_limits(self, x, axes, query_axis=-1, key_axis=-1, **_) -> tuple[str, str] | None:
         """What the handlers do not take, and why, as `warn_fallback` takes them."""
         if max(len(axes), x.ndim - len(axes)) > MAX_AXES:
             return f"{self.name} of rank {x.ndim}", f"the kernels take up to {MAX_AXES} axes of a kind"
         columns = math.prod(x.shape[a] for a in axes)
         if isinstance(columns, int) and columns > MAX_COLUMNS:
             return f"{self.name} of {columns} columns", f"the kernels take rows of up to {MAX_COLUMNS} elements"
+        sizes = [x.shape[a] for a in (query_axis, key_axis) if a >= 0 and isinstance(x.shape[a], int)]
+        if max(sizes, default=0) > MAX_CAUSAL_SIZE:
+            return f"causal {self.name} of {x.shape}", f"the kernels take up to {MAX_CAUSAL_SIZE} queries and keys"
         return None
 
     def is_chosen(self, x, *operands, axes, **params) -> bool:
-        return self._beyond_limits(x, axes) is None
+        return self._beyond_limits(x, axes, **params) is None
 
     def parts(self, operands: Sequence, results: Sequence, axes, has, **attributes) -> ShapedArray | None:
         """The workspace [parts, values, rows] of a call whose rows the handlers split; None: they do not.
@@ -402,7 +400,7 @@ class RowKernel(Kernel):
         return ShapedArray((count, self.joined, math.prod(rows)), np.float32) if count else None
 
     def call_target(self, *operands, axes, kept, has, dtype, **attributes) -> list[jax.Array]:
-        if (beyond := self._beyond_limits(operands[0], axes)) is not None:
+        if (beyond := self._beyond_limits(operands[0], axes, **attributes)) is not None:
             warn_fallback(*beyond)
             return self.plain(*operands, axes=axes, kept=kept, has=has, dtype=dtype, **attributes)
         wanted, given = has, [slot.name for slot in self.results if slot.given]

@@ -47,7 +47,9 @@ struct Divisor32 {
 // Division of numbers from 2^31 on: rare, and long where it is inlined.
 JAXOPS_HOST_DEVICE JAXOPS_NOINLINE inline int64_t DivideFar(int64_t n, int64_t divisor) { return n / divisor; }
 
-inline constexpr int kMaxAxes = 12;  // jaxops/_rows.py leaves arrays of more axes to XLA
+// What is beyond these limits is left to XLA: jaxops/_limits.py has them, too.
+inline constexpr int kMaxAxes = 12;
+inline constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (1 << 20) - 1;
 
 // At most kMax axes walked as one, the last one fastest. kSlots: how many layouts are followed, each with its own
 // strides.
@@ -253,9 +255,8 @@ class RowShapeParser {
     shape->present = present_;
     for (Axes<kSlots>* list : {&shape->groups, &shape->rows, &shape->columns})
       if (list->count == 0) list->Append(1, {});
-    if (shape->columns.total > std::numeric_limits<int>::max() - (1 << 20)) {
-      return Invalid(handler_, "rows of more than 2^31 - 2^20 - 1 elements");
-    }
+    if (shape->columns.total > kMaxColumns)
+      return Invalid(handler_, "rows of more than " + std::to_string(kMaxColumns) + " elements");
     return Error::Success();
   }
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxops._device import H200, Device
+from jaxops._limits import MAX_MATRIX_SIZE, MAX_PIECES
 
 #: The operand of which two blocks load half of each tile for both; in the order of the calling convention.
 SHARED_OPERANDS = (None, "lhs", "rhs")
@@ -199,8 +200,6 @@ _PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
 #: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, to rows that are aligned to 16
 #: bytes or not, and others, with a bias or an activation. Tiles in ping-pong hide them behind the next tile.
 _PLAIN_STORE, _ROWS_STORE, _STORE = 1.0, 2.6, 5.0
-#: The most rows, columns and terms that Hopper's kernel can count, with those of a tile beyond the last.
-_MOST = (1 << 31) - 1 - 512
 #: How many blocks of clusters of each size an H200 runs at once, with one block on each multiprocessor.
 _CLUSTERED_BLOCKS = {2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 120}
 
@@ -325,7 +324,9 @@ def _pieces(product: Product) -> tuple[int, int]:
     if product.arithmetic != "16bit":
         return 0, 0
     of_rows = (next((n for n in (16, 8, 4) if 2 * columns % n == 0), 0) for columns in _columns(product))
-    lhs, rhs = (0 if n == 16 or columns > 1 << 26 else n for n, columns in zip(of_rows, _columns(product), strict=True))
+    lhs, rhs = (
+        0 if n == 16 or columns > MAX_PIECES else n for n, columns in zip(of_rows, _columns(product), strict=True)
+    )
     return lhs, rhs
 
 
@@ -629,11 +630,11 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
         return Choice("xla", "the shape is symbolic")
     if 0 in (product.m, product.n, product.k, product.batches):
         return Choice("xla", "there is nothing to multiply")
-    if device.capability != "9.0":
+    if why := device.why_not_hopper():
         if product.arithmetic == "16bit" and any(_copies(product)):
-            return Choice("general", "rows that are not aligned to 16 bytes")
-        return Choice("xla", f"tuned for compute capability 9.0, not {device.capability}")
-    if max(product.m, product.n, product.k) > _MOST:
+            return Choice("general", f"rows that are not aligned to 16 bytes; {why}")
+        return Choice("xla", why)
+    if max(product.m, product.n, product.k) > MAX_MATRIX_SIZE:
         return Choice("xla", "a size beyond the 31 bits in which Hopper's kernel counts")
     if _is_large_outer(product):
         return Choice("xla", "alone, its multiplication of elements runs at half of the memory's rate", padded=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax.interpreters import ad
 
 from jaxops._device import local_device
 from jaxops._kernel import Kernel
+from jaxops._limits import MAX_BATCH_AXES
 from jaxops._rows import accumulator, promoted, sum_to
 from jaxops._sharding import Layout
 from jaxops.ops import _matmul_choice as choices
@@ -117,6 +119,12 @@ def _plain_precision(lhs, rhs, precision):
     if not has_algorithm(precision) or (arithmetic := arithmetic_of(lhs, rhs, precision)) is None:
         return precision
     return precision_of(lax.Precision.HIGHEST if arithmetic in ("f32", "f8") else lax.Precision.DEFAULT)
+
+
+def joined_axes(batch: Sequence[Any], *operands: Sequence[Any]) -> int:
+    """How many axes a batch has if neighbours along which the same operands broadcast are one."""
+    kinds = [tuple(d == 1 for d in sizes) for size, *sizes in zip(batch, *operands, strict=True) if size != 1]
+    return sum(kind != before for kind, before in zip(kinds, [None, *kinds], strict=False))
 
 
 class _MatmulKernel(Kernel):
@@ -250,6 +258,8 @@ class _MatmulKernel(Kernel):
         if arithmetic is None:
             return choices.Choice("xla", f"no kernel is as fast for {lhs.dtype}")
         out, *_ = self.abstract(*operands, spec=spec, preactivation=preactivation)
+        if joined_axes(out.shape[:-2], *(x.shape[:-2] for x in operands)) > MAX_BATCH_AXES:
+            return choices.Choice("xla", f"more than {MAX_BATCH_AXES} batch axes that do not join")
         product = choices.Product(
             *out.shape[-2:],
             lhs.shape[-2 if spec.lhs_transposed else -1],

@@ -361,15 +361,16 @@ struct LogitsStreams {
   using Shifted = Types<>;
 };
 
-// ParseLogits for the kernels, which count from a query to its keys in 32 bits.
+// The queries, and the keys, of causal calls: kernels count from one to the other in 32 bits (jaxops/_limits.py).
+inline constexpr int64_t kMaxCausalSize = std::numeric_limits<int>::max() - 1;
+
 inline Error ParseLogitsOnDevice(const char* handler, bool backward, const LogitsAttributes& attributes,
                                  const ffi::RemainingArgs& args, const ffi::RemainingRets& results, LogitsCall* call) {
   JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, backward, attributes, args, results, call));
   if (!call->causal) return Error::Success();
   const auto dims = call->x->dimensions();
-  if (std::max(dims[attributes.query_axis], dims[attributes.key_axis]) < std::numeric_limits<int>::max())
-    return Error::Success();
-  return Invalid(handler, "causal with 2^31 - 1 or more queries or keys");
+  if (std::max(dims[attributes.query_axis], dims[attributes.key_axis]) <= kMaxCausalSize) return Error::Success();
+  return Invalid(handler, "causal with more than " + std::to_string(kMaxCausalSize) + " queries or keys");
 }
 
 // Runs Op<kGiven, T, U>(call).

@@ -64,7 +64,10 @@ constexpr const char* kHandler = "matmul";
 
 Error General(Device stream, const Problem& problem, DataType operands, DataType result) {
   return First(
-      GeneralPairs{}, Error(ffi::ErrorCode::kUnimplemented, "matmul: no kernel for these element types on this GPU"),
+      GeneralPairs{},
+      Error(ffi::ErrorCode::kUnimplemented,
+            "matmul: no kernel for these element types on this GPU. Hopper's need a build with "
+            "JAXOPS_CUDA_ARCHITECTURES=90a"),
       [=]<class P> { return operands == kDataType<typename P::Input> && result == kDataType<typename P::Output>; },
       [&]<class P> {
         using T = typename P::Input;

@@ -17,7 +17,8 @@ enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluExact, kSilu, kCount
 // memory, it is 0. The order is part of the calling convention.
 enum class Triangle : int32_t { kNone, kResult, kLhs, kCount };
 
-// Batch axes over which all operands move alike are merged; 8 remain free, more than nested vmaps produce.
+// Batch axes over which all operands move alike are merged; 8 remain free, more than nested vmaps produce. Products of
+// more are left to XLA (jaxops/_limits.py).
 inline constexpr int kMaxBatchAxes = 8;
 
 // The most blocks of kernels that mostly return at once, because a flag on the device says so: fewer return sooner.
@@ -130,7 +131,7 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBu
           continues(&Offsets::bias)) {
         reversed.sizes[last] *= size;
       } else if (reversed.axes == kMaxBatchAxes) {
-        return Invalid(handler, "more than 8 batch axes that cannot be merged");
+        return Invalid(handler, "more than " + std::to_string(kMaxBatchAxes) + " batch axes that cannot be merged");
       } else {
         reversed.sizes[reversed.axes] = size;
         reversed.strides[reversed.axes++] = own;

@@ -34,6 +34,10 @@ struct WgmmaOperand {
 // they are tiles of one row, or rhs, of one column. The order is part of the calling convention.
 enum class SharedOperand : int32_t { kNone, kLhs, kRhs, kCount };
 
+// The rows, columns and terms of a product, which are counted in 32 bits with those of a tile beyond the last
+// (jaxops/_limits.py).
+inline constexpr int64_t kMaxMatrixSize = (int64_t{1} << 31) - 1 - 512;
+
 // How a product is computed; chosen by jaxops/ops/_matmul_choice.py.
 struct WgmmaPlan {
   WgmmaOperand lhs, rhs;

@@ -87,7 +87,7 @@ hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space,
 }
 
 // The most elements of a row that threads load: 8 rows are stepped over in 32 bits.
-inline constexpr int64_t kMostPieces = int64_t{1} << 26;
+inline constexpr int64_t kMaxPieces = int64_t{1} << 26;  // of a row (jaxops/_limits.py)
 
 inline OperandInPieces InPieces(const WgmmaOperand& operand, int64_t rows) {
   const int64_t row_bytes = operand.stride * 2;
@@ -103,17 +103,16 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
   const bool in_cluster = plan.splits > 1 && !split;
   if (in_cluster && plan.splits > Tile::kMostParts) return cudaErrorNotSupported;
   const auto tiles = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   const bool paired = plan.shared != SharedOperand::kNone, rhs_shared = plan.shared == SharedOperand::kRhs,
              lhs_shared = plan.shared == SharedOperand::kLhs;
   if (paired && (in_cluster || P::kInParts || p.triangle != Triangle::kNone)) return cudaErrorNotSupported;
   for (const WgmmaOperand& operand : {plan.lhs, plan.rhs})
-    if (operand.piece && (paired || !P::kTakesPieces || operand.stride > kMostPieces)) return cudaErrorNotSupported;
+    if (operand.piece && (paired || !P::kTakesPieces || operand.stride > kMaxPieces)) return cudaErrorNotSupported;
   const int64_t rows = tiles(p.m, Tile::kRows << rhs_shared), columns = tiles(p.n, Tile::kColumns << lhs_shared);
   const int64_t works = rows * columns * p.batches * plan.splits;
   const int64_t row_packs = tiles(p.n, kPartialCount), packs = p.batches * p.m * row_packs;  // of partial results
-  if (std::max({p.m, p.n, p.k, columns * plan.band}) > kMost - 512 || works > kMost / 2 ||
-      (split && packs > kMost - 32))
+  if (std::max({p.m, p.n, p.k, columns * plan.band}) > kMaxMatrixSize || works > kMaxMatrixSize / 2 ||
+      (split && packs > kMaxMatrixSize))
     return cudaErrorNotSupported;
   WgmmaArguments arguments = {};
   arguments.problem = p;
