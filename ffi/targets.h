@@ -15,8 +15,8 @@
   X(rms_norm_bwd)
 
 #ifdef JAXOPS_CUDA
-#define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X) X(matmul) X(epilogue_bwd)
-#else  // The CPU half of matmul and its epilogue is XLA's own.
+#define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X) X(matmul) X(epilogue_bwd) X(attention_fwd) X(attention_bwd)
+#else  // The CPU half of matmul, its epilogue and attention is XLA's own.
 #define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X)
 #endif
 

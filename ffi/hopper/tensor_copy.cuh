@@ -26,31 +26,55 @@ struct TensorView {
   int box_rows;
 };
 
-inline cudaError_t Describe(const TensorView& view, CUtensorMap* map) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
+// [batches, rows, heads, columns] of 16-bit elements, dense, copied in boxes of box_rows rows of one head by 128 bytes.
+struct HeadsView {
+  const void* data;
+  CUtensorMapDataType type;
+  int64_t batches, rows, heads, columns;
+  int box_rows;
+};
+
+// sizes, box: from the innermost axis on; strides: in bytes, those of all others.
+template <int kAxes>
+cudaError_t Encode(CUtensorMap* map, CUtensorMapDataType type, const void* data, const int64_t (&sizes)[kAxes],
+                   const int64_t (&strides)[kAxes - 1], const int (&box)[kAxes]) {
+  using Function = decltype(&cuTensorMapEncodeTiled);
   // Found at run time: the module must load on machines without a driver.
-  static const Encode encode = [] {
+  static const Function encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
     const cudaError_t status =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    return status == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+    return status == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(function)
+                                                                         : nullptr;
   }();
   if (!encode) return cudaErrorNotSupported;
-  const auto u64 = [](int64_t value) { return static_cast<cuuint64_t>(value); };
-  const cuuint64_t sizes[3] = {u64(view.columns), u64(view.rows), u64(view.slices)};
-  const cuuint64_t strides[2] = {u64(view.stride * view.element_bytes),
-                                 u64(view.rows * view.stride * view.element_bytes)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(kBoxRowBytes / view.element_bytes),
-                             static_cast<cuuint32_t>(view.box_rows), 1};
-  const cuuint32_t steps[3] = {1, 1, 1};
+  cuuint64_t sizes_of_map[kAxes], strides_of_map[kAxes - 1];
+  cuuint32_t box_of_map[kAxes], steps[kAxes];
+  for (int axis = 0; axis < kAxes; ++axis) {
+    sizes_of_map[axis] = static_cast<cuuint64_t>(sizes[axis]);
+    box_of_map[axis] = static_cast<cuuint32_t>(box[axis]);
+    steps[axis] = 1;
+    if (axis > 0) strides_of_map[axis - 1] = static_cast<cuuint64_t>(strides[axis - 1]);
+  }
   // The L2 cache fetches 256 bytes at a time where rows begin at such; elsewhere that only costs (TUNING.md).
   const CUtensorMapL2promotion promotion =
       strides[0] % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
   const CUresult result =
-      encode(map, view.type, 3, const_cast<void*>(view.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, type, kAxes, const_cast<void*>(data), sizes_of_map, strides_of_map, box_of_map, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+inline cudaError_t Describe(const TensorView& view, CUtensorMap* map) {
+  return Encode<3>(map, view.type, view.data, {view.columns, view.rows, view.slices},
+                   {view.stride * view.element_bytes, view.rows * view.stride * view.element_bytes},
+                   {kBoxRowBytes / view.element_bytes, view.box_rows, 1});
+}
+inline cudaError_t Describe(const HeadsView& view, CUtensorMap* map) {
+  const int64_t head = view.columns * 2, row = view.heads * head;
+  return Encode<4>(map, view.type, view.data, {view.columns, view.rows, view.heads, view.batches},
+                   {row, head, view.rows * row}, {kBoxRowBytes / 2, view.box_rows, 1, 1});
 }
 
 __device__ inline void Prefetch(const CUtensorMap& map) {
@@ -74,6 +98,15 @@ __device__ inline void LoadBox(uint32_t target, const CUtensorMap& map, Barrier 
         : "memory");
   }
 }
+// A box of a HeadsView.
+__device__ inline void LoadHeadBox(uint32_t target, const CUtensorMap& map, Barrier barrier, int column, int row,
+                                   int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(target),
+      "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
 // The same for both blocks of a cluster of two: to the same place of each one's shared memory, where its bytes count
 // towards that block's barrier.
 __device__ inline void LoadBoxForPair(uint32_t target, const CUtensorMap& map, Barrier barrier, int column, int row,
@@ -93,6 +126,36 @@ __device__ inline void StoreBox(const CUtensorMap& map, uint32_t source, int col
       "r"(source), "r"(column), "r"(row), "r"(slice)
       : "memory");
 }
+// A box of a HeadsView, in the group that the next CommitStores closes.
+__device__ inline void StoreHeadBox(const CUtensorMap& map, uint32_t source, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+
+// Bytes that lie together: both places aligned to 16 bytes, `bytes` a multiple of 16.
+__device__ inline void LoadBytes(uint32_t target, const void* source, int bytes, Barrier barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+               "l"(source), "r"(bytes), "r"(barrier.address)
+               : "memory");
+}
+// Stored, or added to what lies there, in the group that the next CommitStores closes.
+__device__ inline void StoreFloats(float* target, uint32_t source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
+               : "memory");
+}
+__device__ inline void AddFloats(float* target, uint32_t source, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(source),
+               "r"(bytes)
+               : "memory");
+}
+__device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all of this thread's stores are in memory.
+__device__ inline void WaitStores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Orders this thread's accesses of global and shared memory, and what it has learned of others', before later ones of
+// the copy engine, and the other way round.
+__device__ inline void FenceCopies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
 // Until all but kPending of this thread's stores have read their shared memory.
 template <int kPending>
 __device__ void WaitStoresRead() {

@@ -1,5 +1,5 @@
-// Matrix products of a warpgroup (wgmma), operands in shared memory with the 128-byte swizzle, lhs of TF32 in registers
-// too; f32 sums.
+// Matrix products of a warpgroup (wgmma), operands in shared memory with the 128-byte swizzle, lhs of TF32 or of 16
+// bits in registers too; f32 sums.
 #ifndef JAXOPS_HOPPER_WGMMA_CUH_
 #define JAXOPS_HOPPER_WGMMA_CUH_
 
@@ -32,6 +32,23 @@ __device__ inline uint64_t Descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(kBlockBytes >> 4) << 16 |
          static_cast<uint64_t>(1024 >> 4) << 32 | uint64_t{1} << 62;
 }
+// Those of operands that begin at multiples of 16 bytes from `address`, blocks block_bytes apart. They are computed
+// from one register where they are used: kept in registers from step to step, many would push sums out of these.
+class Descriptors {
+ public:
+  __device__ Descriptors(uint32_t address, int block_bytes)
+      : low_((address & 0x3ffff) >> 4 | static_cast<uint32_t>(block_bytes >> 4) << 16) {
+    asm volatile("" : "+r"(low_));
+  }
+  __device__ uint64_t At(int bytes) const {
+    uint64_t descriptor;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low_ + (bytes >> 4)), "n"(1024 >> 4 | 1 << 30));
+    return descriptor;
+  }
+
+ private:
+  uint32_t low_;
+};
 // From one instruction's operand to the next one's along k: 32 bytes of each row, or 16 rows.
 template <Major kMajor>
 inline constexpr int kStepBytes = kMajor == Major::kDepth ? 32 : 16 * 128;
@@ -46,18 +63,21 @@ __device__ void WaitProducts() {
 }
 // Products in flight write their sums, and read operands in registers, behind the compiler's back. After WaitProducts:
 // what is read of the sums from here on is not read earlier, and the operands have kept their registers until here.
+template <class T, int kCount>
+__device__ void Settle(T (&registers)[kCount]) {
+#pragma unroll
+  for (T& value : registers) {
+    if constexpr (std::is_same_v<T, float>) {
+      asm volatile("" : "+f"(value)::"memory");
+    } else {
+      asm volatile("" : "+r"(value)::"memory");
+    }
+  }
+}
 template <class T, int kRows, int kColumns>
 __device__ void Settle(T (&registers)[kRows][kColumns]) {
 #pragma unroll
-  for (auto& row : registers)
-#pragma unroll
-    for (T& value : row) {
-      if constexpr (std::is_same_v<T, float>) {
-        asm volatile("" : "+f"(value)::"memory");
-      } else {
-        asm volatile("" : "+r"(value)::"memory");
-      }
-    }
+  for (auto& row : registers) Settle(row);
 }
 
 // clang-format off
@@ -69,7 +89,10 @@ __device__ void Settle(T (&registers)[kRows][kColumns]) {
 #define JAXOPS_N5 JAXOPS_N4 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define JAXOPS_N6 JAXOPS_N5 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define JAXOPS_N7 JAXOPS_N6 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define JAXOPS_N80 JAXOPS_N1 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define JAXOPS_N176 JAXOPS_N4 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define JAXOPS_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define JAXOPS_D16(i) JAXOPS_D8(i), JAXOPS_D8(i + 8)
 #define JAXOPS_D32(i) JAXOPS_D8(i), JAXOPS_D8(i + 8), JAXOPS_D8(i + 16), JAXOPS_D8(i + 24)
 // N, its registers' names, the names of the two descriptors, the flag and the two transposition flags.
 #define JAXOPS_WGMMA_16BIT(N, type, names, a, b, flag, ta, tb, ...)                                                  \
@@ -85,6 +108,22 @@ __device__ void Settle(T (&registers)[kRows][kColumns]) {
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32" \
                " {" names "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", add, 1, 1;\n}"                               \
                : __VA_ARGS__ : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "l"(rhs), "r"(accumulate))
+// The same for operands of 16 bits, with rhs's transposition flag.
+#define JAXOPS_WGMMA_16BIT_FROM_REGISTERS(N, type, names, a0, a1, a2, a3, b, flag, tb, ...)                          \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32."  \
+               type "." type " {" names "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", add, 1, 1, " tb ";\n}"          \
+               : __VA_ARGS__ : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "l"(rhs), "r"(accumulate), "n"(kRhs == Major::kSpace))
+#define JAXOPS_WGMMA_REGISTER_WIDTHS(type)                                                                           \
+  if constexpr (kN == 64) JAXOPS_WGMMA_16BIT_FROM_REGISTERS(64, type, JAXOPS_N1, "%32", "%33", "%34", "%35", "%36", "%37", "%38", JAXOPS_D32(0)); \
+  if constexpr (kN == 128) JAXOPS_WGMMA_16BIT_FROM_REGISTERS(128, type, JAXOPS_N3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", JAXOPS_D32(0), JAXOPS_D32(32)); \
+  if constexpr (kN == 192) JAXOPS_WGMMA_16BIT_FROM_REGISTERS(192, type, JAXOPS_N5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64)); \
+  if constexpr (kN == 256) JAXOPS_WGMMA_16BIT_FROM_REGISTERS(256, type, JAXOPS_N7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64), JAXOPS_D32(96))
+// Widths of products of 16 bits alone.
+#define JAXOPS_WGMMA_16BIT_WIDTHS(type)                                                                              \
+  if constexpr (kN == 32) JAXOPS_WGMMA_16BIT(32, type, JAXOPS_N0, "%16", "%17", "%18", "%19", "%20", JAXOPS_D16(0)); \
+  if constexpr (kN == 80) JAXOPS_WGMMA_16BIT(80, type, JAXOPS_N80, "%40", "%41", "%42", "%43", "%44", JAXOPS_D32(0), JAXOPS_D8(32)); \
+  if constexpr (kN == 96) JAXOPS_WGMMA_16BIT(96, type, JAXOPS_N2, "%48", "%49", "%50", "%51", "%52", JAXOPS_D32(0), JAXOPS_D16(32)); \
+  if constexpr (kN == 176) JAXOPS_WGMMA_16BIT(176, type, JAXOPS_N176, "%88", "%89", "%90", "%91", "%92", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D16(64), JAXOPS_D8(80))
 #define JAXOPS_WGMMA_WIDTHS(form, type)                                                                              \
   if constexpr (kN == 64) form(64, type, JAXOPS_N1, "%32", "%33", "%34", "%35", "%36", JAXOPS_D32(0));               \
   if constexpr (kN == 128) form(128, type, JAXOPS_N3, "%64", "%65", "%66", "%67", "%68", JAXOPS_D32(0), JAXOPS_D32(32)); \
@@ -96,11 +135,15 @@ __device__ void Settle(T (&registers)[kRows][kColumns]) {
 // t / 32 * 16 + h * 8 + t % 32 / 4 and column 8 i + t % 4 * 2 + j. float stands for TF32: the low 13 bits are ignored.
 template <class A, class B, int kN, Major kLhs, Major kRhs>
 __device__ void MultiplyAdd(float (&d)[kN / 2], uint64_t lhs, uint64_t rhs, int accumulate) {
-  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  constexpr bool kTwoBytes = sizeof(A) == 2;
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256 ||
+                (kTwoBytes && (kN == 32 || kN == 80 || kN == 96 || kN == 176)));
   if constexpr (std::is_same_v<A, __nv_bfloat16> && std::is_same_v<B, A>) {
     JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_16BIT, "bf16");
+    JAXOPS_WGMMA_16BIT_WIDTHS("bf16");
   } else if constexpr (std::is_same_v<A, __half> && std::is_same_v<B, A>) {
     JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_16BIT, "f16");
+    JAXOPS_WGMMA_16BIT_WIDTHS("f16");
   } else {
     static_assert(kLhs == Major::kDepth && kRhs == Major::kDepth, "only 16-bit operands may lie along m or n");
     if constexpr (std::is_same_v<A, float> && std::is_same_v<B, A>) {
@@ -129,6 +172,19 @@ __device__ void MultiplyAddFromRegisters(float (&d)[kN / 2], const uint32_t (&lh
   if constexpr (kN == 256) JAXOPS_WGMMA_FROM_REGISTERS(256, JAXOPS_N7, "%128", "%129", "%130", "%131", "%132", "%133", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64), JAXOPS_D32(96));
   // clang-format on
 }
+
+// The same for 16-bit operands with lhs from registers: a register has two elements of a row, k and k + 1, the lower
+// one in its low half. Register 2 q + h of thread t is that of row t / 32 * 16 + h * 8 + t % 32 / 4 and k = 8 q + t % 4
+// * 2: sums of a product, rounded in pairs, are in their places.
+template <class T, int kN, Major kRhs>
+__device__ void MultiplyAddFromRegisters(float (&d)[kN / 2], const uint32_t* lhs, uint64_t rhs, int accumulate) {
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    JAXOPS_WGMMA_REGISTER_WIDTHS("bf16");
+  } else {
+    JAXOPS_WGMMA_REGISTER_WIDTHS("f16");
+  }
+}
 #undef JAXOPS_N0
 #undef JAXOPS_N1
 #undef JAXOPS_N2
@@ -137,11 +193,17 @@ __device__ void MultiplyAddFromRegisters(float (&d)[kN / 2], const uint32_t (&lh
 #undef JAXOPS_N5
 #undef JAXOPS_N6
 #undef JAXOPS_N7
+#undef JAXOPS_N80
+#undef JAXOPS_N176
 #undef JAXOPS_D8
+#undef JAXOPS_D16
 #undef JAXOPS_D32
 #undef JAXOPS_WGMMA_16BIT
 #undef JAXOPS_WGMMA_OTHER
 #undef JAXOPS_WGMMA_FROM_REGISTERS
+#undef JAXOPS_WGMMA_16BIT_FROM_REGISTERS
+#undef JAXOPS_WGMMA_REGISTER_WIDTHS
+#undef JAXOPS_WGMMA_16BIT_WIDTHS
 #undef JAXOPS_WGMMA_WIDTHS
 
 }  // namespace jaxops::hopper

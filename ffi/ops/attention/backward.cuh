@@ -1,0 +1,562 @@
+// Flash attention's backward pass on Hopper, with the same bits in every run.
+//
+// A block owns 128 keys of a head, two warpgroups of 64 each, and goes through the queries that see them, of one query
+// head after the other. Everything is transposed: S^T = K Q^T and dP^T = V dO^T come from shared memory, so that
+// P^T = exp(S^T - lse) and dS^T = P^T (dP^T - delta) are operands in registers of dV += P^T dO and dK += dS^T Q, which
+// stay in registers. dS^T also goes through shared memory to dQ = dS K, whose parts a warp of the first warpgroup adds,
+// by the copy engine, to sums in memory.
+//
+// Those additions have an order: blocks of keys add to a block of queries one after the other, as a counter for each
+// says. It is the order in which the blocks come there anyway. Blocks take their keys by tickets from another counter
+// and wait only for smaller tickets, which are with blocks that run: there is no deadlock, whatever else the GPU does.
+// Under a diagonal mask heads follow each other, the last keys first, and a block's additions begin at the diagonal
+// just after those of its right neighbour; else keys ascend, heads fastest.
+#ifndef JAXOPS_OPS_ATTENTION_BACKWARD_CUH_
+#define JAXOPS_OPS_ATTENTION_BACKWARD_CUH_
+
+#include <cstdint>
+
+#include "core/shared_memory.cuh"
+#include "ops/attention/backward_sums.cuh"
+#include "ops/attention/fragments.cuh"
+#include "ops/attention/masks.cuh"
+#include "ops/attention/problem.h"
+#include "ops/attention/scores.cuh"
+
+namespace jaxops::attention {
+
+// What is known of a block of keys: the loader tells the other warps through shared memory, and they read it anew at
+// each use. As values that live on they would push sums out of the registers.
+enum TileField : int {
+  kBatch,
+  kKeyHead,
+  kFirstKey,
+  kFirstBlock,  // blocks of queries, as in Span
+  kLastBlock,
+  kWholeFirst,  // of the first and of the second warpgroup
+  kWholeLast = kWholeFirst + 2,
+  kHalf = kWholeLast + 2,  // 1: the first block sees none of the second warpgroup's keys
+  kBandQueries,
+  kBandKeys,
+  kBandLeft,
+  kBandRight,
+  kTileFields
+};
+
+template <class T_, int kDepth_, bool kGeneral_>
+struct BackwardTile {
+  using T = T_;
+  static constexpr int kDepth = kDepth_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kKeys = 128, kQueries = QueriesAtOnce(kDepth), kStages = 2, kThreads = 3 * kWarpgroup;
+  // A warpgroup's part of dQ is 64 x 64: half of the depth, or half of the queries.
+  static constexpr bool kSplitsDepth = kDepth == 128;
+  // With 128 queries dV's product is issued only when dS is there: fewer registers are live.
+  static constexpr bool kLateValues = kDepth == 64;
+  static constexpr int kStaging = kSplitsDepth ? 2 : 1;  // buffers of dQ a warpgroup
+  static constexpr int kKeyBytes = kKeys * kDepth * 2, kQueryBytes = kQueries * kDepth * 2;
+  static constexpr int kScoreBytes = kKeys * kQueries * 2, kPartBytes = kPartFloats * 4;
+  static constexpr int kBarriers = 2 + 4 * kStages + 4 * kStaging + 4;
+  static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryBytes + 2 * kScoreBytes +
+                                      2 * kStaging * kPartBytes + 2 * kStages * kQueries * 4 + kBarriers * 8 +
+                                      2 * kTileFields * 4;
+  static_assert(kSharedBytes <= 232448);
+  static constexpr int kLoaderRegisters = kLateValues ? 40 : 24, kConsumerRegisters = kLateValues ? 232 : 240;
+};
+
+struct BackwardArguments {
+  CUtensorMap q, k, v, dout, dk, dv;
+  Problem problem;
+  BackwardSums sums;
+  int together;  // heads whose keys are taken together
+  // As PlanSegments writes them: of each batch and block of keys, and of each 64 keys; null: no segments.
+  const Span *segments, *halves;
+};
+
+struct KnownTile {
+  uint32_t address;
+
+  __device__ int operator[](int field) const {
+    int value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address + field * 4) : "memory");
+    return value;
+  }
+  __device__ void Set(int field, int value) const { StoreShared(address + field * 4, value); }
+  __device__ Band band(const Problem& p) const {
+    return Band(p, (*this)[kBandQueries], (*this)[kBandKeys], (*this)[kBandLeft], (*this)[kBandRight]);
+  }
+};
+
+template <class Tile>
+struct BackwardShared {
+  uint32_t base;
+
+  __device__ uint32_t Keys() const { return base; }
+  __device__ uint32_t Values() const { return base + Tile::kKeyBytes; }
+  __device__ uint32_t Queries(int stage) const { return base + 2 * Tile::kKeyBytes + stage * Tile::kQueryBytes; }
+  __device__ uint32_t Cotangents(int stage) const { return Queries(Tile::kStages + stage); }
+  __device__ uint32_t Scores(int buffer) const { return Queries(2 * Tile::kStages) + buffer * Tile::kScoreBytes; }
+  __device__ uint32_t Part(int group, int buffer) const {
+    return Scores(2) + (group * Tile::kStaging + buffer) * Tile::kPartBytes;
+  }
+  __device__ uint32_t Lse(int stage) const { return Part(2, 0) + stage * Tile::kQueries * 4; }
+  __device__ uint32_t Delta(int stage) const { return Lse(Tile::kStages + stage); }
+  __device__ Barrier KeysFull() const { return At(0); }  // and values
+  __device__ Barrier KeysEmpty() const { return At(1); }
+  __device__ Barrier QueriesFull(int stage) const { return At(2 + stage); }
+  __device__ Barrier QueriesEmpty(int stage) const { return At(2 + Tile::kStages + stage); }
+  __device__ Barrier CotangentsFull(int stage) const { return At(2 + 2 * Tile::kStages + stage); }
+  __device__ Barrier CotangentsEmpty(int stage) const { return At(2 + 3 * Tile::kStages + stage); }
+  __device__ Barrier PartFull(int group, int buffer) const {
+    return At(2 + 4 * Tile::kStages + group * Tile::kStaging + buffer);
+  }
+  __device__ Barrier PartEmpty(int group, int buffer) const { return PartFull(2 + group, buffer); }
+  // The tiles to come, two deep.
+  __device__ Barrier TileKnown(int slot) const { return PartFull(4, slot); }
+  __device__ Barrier TileRead(int slot) const { return PartFull(4, 2 + slot); }
+  __device__ uint32_t Slot(int slot) const { return At(Tile::kBarriers).address + slot * kTileFields * 4; }
+
+  __device__ void Initialize() const {
+    KeysFull().Initialize(1);
+    KeysEmpty().Initialize(1);
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      QueriesFull(stage).Initialize(1);
+      CotangentsFull(stage).Initialize(1);
+      QueriesEmpty(stage).Initialize(8);
+      CotangentsEmpty(stage).Initialize(8);
+    }
+    for (int group = 0; group < 2; ++group)
+      for (int buffer = 0; buffer < Tile::kStaging; ++buffer) {
+        PartFull(group, buffer).Initialize(4);
+        PartEmpty(group, buffer).Initialize(1);
+      }
+    for (int slot = 0; slot < 2; ++slot) {
+      TileKnown(slot).Initialize(1);
+      TileRead(slot).Initialize(10);  // 8 warps that multiply, 2 that add
+    }
+    hopper::FenceBarriers();
+  }
+  // Calls visit(tile, its number in this block) for each of the block's tiles; by all threads of a warp.
+  template <class Visit>
+  __device__ void ForEachTile(const Visit& visit) const {
+    for (int k = 0;; ++k) {
+      TileKnown(k & 1).Wait((k >> 1) & 1);
+      const KnownTile tile = {Slot(k & 1)};
+      if (tile[kBatch] < 0) return;
+      visit(tile, k);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) TileRead(k & 1).Arrive();
+    }
+  }
+
+ private:
+  __device__ Barrier At(int index) const { return {Lse(2 * Tile::kStages) + 8 * index}; }
+};
+
+// Blocks of keys in the order of their tickets.
+template <class Tile>
+struct KeyTiles {
+  const BackwardArguments& arguments;
+  int blocks, total;  // of a head, and of all
+
+  struct Place {
+    int batch, head, block;  // a key head
+
+    __device__ int key() const { return block * Tile::kKeys; }
+  };
+
+  explicit __device__ KeyTiles(const BackwardArguments& arguments)
+      : arguments(arguments), blocks((arguments.problem.keys + Tile::kKeys - 1) / Tile::kKeys) {
+    total = arguments.problem.batches * arguments.problem.key_heads * blocks;
+  }
+  __device__ Place At(int ticket) const {
+    const Problem& p = arguments.problem;
+    int head, block;
+    if (arguments.sums.descending) {
+      head = ticket / blocks;
+      block = blocks - 1 - (ticket - head * blocks);
+    } else {
+      const int group = ticket / (arguments.together * blocks), within = ticket - group * arguments.together * blocks;
+      const int first = group * arguments.together, heads = min(arguments.together, p.batches * p.key_heads - first);
+      block = within / heads;
+      head = first + within - block * heads;
+    }
+    const int batch = head / p.key_heads;
+    return {batch, head - batch * p.key_heads, block};
+  }
+  // The blocks of queries that see them; whole: those that see all of the 64 keys from `key` on.
+  __device__ Span Visited(const Band& band, const Place& at, int key) const {
+    Span span = band.QueryBlocks<Tile::kQueries>(at.key(), Tile::kKeys);
+    const Span own = band.QueryBlocks<Tile::kQueries>(key, 64);
+    span.whole_first = own.whole_first;
+    span.whole_last = own.whole_last;
+    if constexpr (Tile::kGeneral) {
+      if (arguments.segments) {
+        const Problem& p = arguments.problem;
+        const Span tile = arguments.segments[int64_t{at.batch} * blocks + at.block];
+        span.first = max(span.first, tile.first);
+        span.last = min(span.last, tile.last);
+        if (key < p.keys) {
+          const Span half = arguments.halves[int64_t{at.batch} * ((p.keys + 63) / 64) + key / 64];
+          span.whole_first = max(span.whole_first, half.whole_first);
+          span.whole_last = min(span.whole_last, half.whole_last);
+        }
+      }
+    }
+    return span.Ordered();
+  }
+};
+
+template <class Tile>
+__device__ void LoadBackward(const BackwardArguments& arguments, const BackwardShared<Tile>& shared) {
+  constexpr int kQueries = Tile::kQueries, kDepth = Tile::kDepth;
+  const Problem& p = arguments.problem;
+  const KeyTiles<Tile> tiles(arguments);
+  int stage = 0;
+  uint32_t parity = 1;
+  for (int k = 0;; ++k) {
+    const int ticket = atomicAdd(arguments.sums.tickets, 1);
+    const KnownTile tile = {shared.Slot(k & 1)};
+    shared.TileRead(k & 1).Wait(((k >> 1) & 1) ^ 1);
+    if (ticket >= tiles.total) {
+      tile.Set(kBatch, -1);
+      shared.TileKnown(k & 1).Arrive();
+      return;
+    }
+    const auto at = tiles.At(ticket);
+    const Band band(p, at.batch);
+    const Span span = tiles.Visited(band, at, at.key()), second = tiles.Visited(band, at, at.key() + 64);
+    tile.Set(kBatch, at.batch);
+    tile.Set(kKeyHead, at.head);
+    tile.Set(kFirstKey, at.key());
+    tile.Set(kFirstBlock, span.first);
+    tile.Set(kLastBlock, span.last);
+    tile.Set(kWholeFirst, span.whole_first);
+    tile.Set(kWholeLast, span.whole_last);
+    tile.Set(kWholeFirst + 1, second.whole_first);
+    tile.Set(kWholeLast + 1, second.whole_last);
+    tile.Set(kHalf, Tile::kSplitsDepth && (span.first + 1) * kQueries + band.right <= at.key() + 64);
+    tile.Set(kBandQueries, band.queries);
+    tile.Set(kBandKeys, band.keys);
+    tile.Set(kBandLeft, band.left);
+    tile.Set(kBandRight, band.right);
+    shared.TileKnown(k & 1).Arrive();
+    bool loaded = false;
+    const auto load_keys = [&] {
+      shared.KeysEmpty().Wait((k & 1) ^ 1);
+      shared.KeysFull().ArriveAndExpect(2 * Tile::kKeyBytes);
+      LoadTile<Tile::kKeys, kDepth>(shared.Keys(), arguments.k, shared.KeysFull(), at.key(), at.head, at.batch);
+      LoadTile<Tile::kKeys, kDepth>(shared.Values(), arguments.v, shared.KeysFull(), at.key(), at.head, at.batch);
+      loaded = true;
+    };
+    for (int member = 0; member < p.group(); ++member) {
+      const int head = at.head * p.group() + member;
+      const int64_t line = (int64_t{at.batch} * p.heads + head) * arguments.sums.padded;
+      for (int block = span.first; block < span.last; ++block) {
+        const int query = block * kQueries;
+        Barrier full = shared.QueriesFull(stage);
+        shared.QueriesEmpty(stage).Wait(parity);
+        full.ArriveAndExpect(Tile::kQueryBytes + kQueries * 4);
+        LoadTile<kQueries, kDepth>(shared.Queries(stage), arguments.q, full, query, head, at.batch);
+        hopper::LoadBytes(shared.Lse(stage), arguments.sums.lse + line + query, kQueries * 4, full);
+        if (!loaded) load_keys();
+        full = shared.CotangentsFull(stage);
+        shared.CotangentsEmpty(stage).Wait(parity);
+        full.ArriveAndExpect(Tile::kQueryBytes + kQueries * 4);
+        LoadTile<kQueries, kDepth>(shared.Cotangents(stage), arguments.dout, full, query, head, at.batch);
+        hopper::LoadBytes(shared.Delta(stage), arguments.sums.delta + line + query, kQueries * 4, full);
+        if (++stage == Tile::kStages) stage = 0, parity ^= 1;
+      }
+    }
+    if (!loaded) load_keys();
+  }
+}
+
+// A warp adds one warpgroup's parts of dQ to the sums in memory, each in its turn; the block's first stores its part.
+template <class Tile>
+__device__ void AddParts(const BackwardArguments& arguments, const BackwardShared<Tile>& shared, int group) {
+  const Problem& p = arguments.problem;
+  const BackwardSums& sums = arguments.sums;
+  const bool lead = threadIdx.x % 32 == 0;
+  int parts = 0;  // so far
+  shared.ForEachTile([&](const KnownTile& tile, int) {
+    const auto turn_at = [&](int block) {
+      const Band band = tile.band(p);
+      const Span keys = sums.KeyBlocksOf<Tile::kKeys, Tile::kQueries, Tile::kGeneral>(band, tile[kBatch], block);
+      const int own = tile[kFirstKey] / Tile::kKeys;
+      return sums.descending ? keys.last - 1 - own : own - keys.first;
+    };
+    for (int member = 0; member < p.group(); ++member) {
+      const int64_t line = (int64_t{tile[kBatch]} * p.heads + tile[kKeyHead] * p.group() + member) * sums.blocks;
+      const auto is_turn = [&](int block, int turn) {
+        int done;
+        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
+                     : "=r"(done)
+                     : "l"(sums.turns + (line + block) * 2 + group)
+                     : "memory");
+        return done == turn;
+      };
+      const int last = tile[kLastBlock];
+      int block = tile[kFirstBlock], turn = block < last ? turn_at(block) : 0;
+      bool ready = false;
+      for (; block < last; ++block, ++parts) {
+        const int buffer = parts % Tile::kStaging;
+        const uint32_t part = shared.Part(group, buffer);
+        if (lead) {
+          while (!ready) ready = is_turn(block, turn);
+          hopper::FenceCopies();
+          shared.PartFull(group, buffer).Wait((parts / Tile::kStaging) & 1);
+          float* const sum = sums.dq + (line + block) * (2 * kPartFloats) + group * kPartFloats;
+          if (turn == 0) {
+            hopper::StoreFloats(sum, part, Tile::kPartBytes);
+          } else {
+            hopper::AddFloats(sum, part, Tile::kPartBytes);
+          }
+          hopper::CommitStores();
+        }
+        // While that is under way, look ahead: whoever waits for its end, hands on and only then looks at the next
+        // counter takes as long as the products.
+        const int next_turn = block + 1 < last ? turn_at(block + 1) : 0;
+        ready = lead && block + 1 < last && is_turn(block + 1, next_turn);
+        if (lead) {
+          hopper::WaitStores();
+          hopper::FenceCopies();
+          asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(sums.turns + (line + block) * 2 + group),
+                       "r"(turn + 1)
+                       : "memory");
+          shared.PartEmpty(group, buffer).Arrive();
+        }
+        turn = next_turn;
+        __syncwarp();
+      }
+    }
+  });
+}
+
+template <class Tile>
+__device__ void AttendBackward(const BackwardArguments& arguments, const BackwardShared<Tile>& shared, int group) {
+  using T = typename Tile::T;
+  constexpr int kDepth = Tile::kDepth, kKeys = Tile::kKeys, kQueries = Tile::kQueries, kStages = Tile::kStages;
+  constexpr int kKeyChunk = kChunk<kKeys>, kQueryChunk = kChunk<kQueries>;
+  constexpr int kBoth = 1, kOwn = 2;  // named barriers
+  const Problem& p = arguments.problem;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, column = lane % 4 * 2;
+  const bool lead = lane == 0;
+  const float factor = p.scale * kLog2E;
+  float dk[kDepth / 2], dv[kDepth / 2], scores[kQueries / 2], dscores[kQueries / 2];
+  uint32_t rounded[kQueries / 4], drounded[kQueries / 4];
+  const uint32_t keys = shared.Keys() + group * 64 * hopper::kBoxRowBytes;
+  const uint32_t values = shared.Values() + group * 64 * hopper::kBoxRowBytes;
+  int steps = 0;  // so far
+  shared.ForEachTile([&](const KnownTile& tile, int k) {
+    const auto own_key = [&] { return tile[kFirstKey] + 64 * group + warp * 16 + lane / 4; };
+    int accumulate = 0;  // the first products overwrite dk and dv: zeros before them would serialise all (C7515)
+    shared.KeysFull().Wait(k & 1);
+    if (const int seen = tile[kBandKeys] - tile[kFirstKey]; p.key_lengths && seen < kKeys) {
+      ClearRows<kKeys, kDepth>(shared.Keys(), seen);
+      ClearRows<kKeys, kDepth>(shared.Values(), seen);
+      hopper::NamedSync(kBoth, 2 * kWarpgroup);
+    }
+    for (int member = 0; member < p.group(); ++member) {
+      // P^T = exp2(S^T factor - lse) in place of S^T. masked: some of the keys are not seen by some of the queries.
+      const auto probabilities = [&](int block, auto masked) {
+        const uint32_t lse = shared.Lse(steps % kStages) + column * 4;
+        int first[2] = {}, last[2] = {};  // of the queries that see this thread's keys
+        if constexpr (decltype(masked)::value) {
+          const Band band = tile.band(p);
+          for (int h = 0; h < 2; ++h) {
+            first[h] = band.FirstSeeing(own_key() + 8 * h, block * kQueries + column);
+            last[h] = band.LastSeeing(own_key() + 8 * h, block * kQueries + column);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kQueries / 8; ++i) {
+          const float2 two = LoadShared<float2>(lse + 32 * i);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& score = scores[4 * i + e];
+            score = Exp2(fmaf(score, factor, e % 2 ? -two.y : -two.x));
+            if constexpr (decltype(masked)::value) {
+              const int query = 8 * i + e % 2;
+              if (query < first[e / 2] || query > last[e / 2]) score = 0;
+            }
+          }
+        }
+      };
+      // dS^T = P^T (dP^T - delta) in place of dP^T.
+      const auto gradients = [&] {
+        const uint32_t delta = shared.Delta(steps % kStages) + column * 4;
+#pragma unroll
+        for (int i = 0; i < kQueries / 8; ++i) {
+          const float2 two = LoadShared<float2>(delta + 32 * i);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& value = dscores[4 * i + e];
+            value = scores[4 * i + e] * (value - (e % 2 ? two.y : two.x));
+          }
+        }
+      };
+      const auto add_values = [&] {
+        hopper::FenceRegisters();
+        MultiplyRows<T, kDepth, kQueries>(dv, rounded, shared.Cotangents(steps % kStages), kQueryChunk, accumulate);
+        hopper::CommitProducts();
+      };
+      const auto settle = [&] {
+        hopper::Settle(rounded);
+        hopper::Settle(drounded);
+        hopper::Settle(dk);
+        hopper::Settle(dv);
+      };
+      // No product is in flight where a step ends: ptxas follows a pipeline inside one iteration alone (C7514, C7515).
+      // The other warpgroup fills the gap. half: the queries see none of the second warpgroup's keys, which then only
+      // takes its part of dQ.
+      const auto step = [&](int block, auto masked, auto half) {
+        constexpr bool kHalf = decltype(half)::value;
+        const int stage = steps % kStages;
+        const uint32_t parity = steps / kStages & 1;
+        if (!kHalf || group == 0) {
+          shared.QueriesFull(stage).Wait(parity);
+          if constexpr (decltype(masked)::value || Tile::kGeneral) {
+            if (const int seeing = tile[kBandQueries] - block * kQueries; p.query_lengths && seeing < kQueries) {
+              shared.CotangentsFull(stage).Wait(parity);
+              ClearRows<kQueries, kDepth>(shared.Queries(stage), seeing);
+              ClearRows<kQueries, kDepth>(shared.Cotangents(stage), seeing);
+              hopper::NamedSync(kOwn + group, kWarpgroup);
+            }
+          }
+          hopper::FenceRegisters();
+          MultiplyDepths<T, kQueries, kDepth>(scores, keys, kKeyChunk, shared.Queries(stage), kQueryChunk);
+          hopper::CommitProducts();
+          hopper::FenceRegisters();
+          shared.CotangentsFull(stage).Wait(parity);
+          MultiplyDepths<T, kQueries, kDepth>(dscores, values, kKeyChunk, shared.Cotangents(stage), kQueryChunk);
+          hopper::CommitProducts();
+          if constexpr (Tile::kGeneral) {
+            hopper::WaitProducts<0>();
+            hopper::Settle(scores);
+            hopper::Settle(dscores);
+            const GeneralGradients<T, kQueries> general(p, tile.band(p), tile[kBatch],
+                                                        tile[kKeyHead] * p.group() + member, own_key());
+            general.Finish(scores, dscores, rounded, drounded, block * kQueries + column,
+                           shared.Lse(stage) + column * 4, shared.Delta(stage) + column * 4,
+                           block < tile[kWholeFirst + group] || block >= tile[kWholeLast + group]);
+          } else if constexpr (Tile::kLateValues) {
+            hopper::WaitProducts<1>();
+            hopper::Settle(scores);
+            probabilities(block, masked);
+            hopper::WaitProducts<0>();
+            hopper::Settle(dscores);
+            gradients();
+            Round<T>(rounded, scores);
+          } else {
+            hopper::WaitProducts<1>();
+            hopper::Settle(scores);
+            probabilities(block, masked);
+            Round<T>(rounded, scores);
+            add_values();
+            hopper::WaitProducts<1>();
+            hopper::Settle(dscores);
+            gradients();
+          }
+          if constexpr (!Tile::kGeneral) Round<T>(drounded, dscores);
+          StoreRounded(shared.Scores(steps & 1), kKeyChunk, 64 * group, drounded);
+          if constexpr (Tile::kLateValues || Tile::kGeneral) add_values();
+          hopper::FenceRegisters();
+          MultiplyRows<T, kDepth, kQueries>(dk, drounded, shared.Queries(stage), kQueryChunk, accumulate);
+          hopper::CommitProducts();
+          accumulate = 1;
+          if constexpr (kHalf) {
+            hopper::WaitProducts<0>();
+            settle();
+          }
+        }
+        hopper::FenceSharedForCopies();            // orders the reads of lse and delta before their refill, too
+        hopper::NamedSync(kBoth, 2 * kWarpgroup);  // both warpgroups' dS is there
+        float dq[32];
+        const uint32_t ds = shared.Scores(steps & 1) + (Tile::kSplitsDepth ? 0 : group * kKeyChunk);
+        hopper::FenceRegisters();
+        MultiplyTransposed<T, 64, kHalf ? 64 : kKeys>(
+            dq, ds, shared.Keys() + (Tile::kSplitsDepth ? group * kKeyChunk : 0), kKeyChunk);
+        hopper::CommitProducts();
+        hopper::WaitProducts<0>();
+        hopper::Settle(dq);
+        if constexpr (!kHalf) settle();
+        if (lead) {
+          shared.QueriesEmpty(stage).Arrive();
+          shared.CotangentsEmpty(stage).Arrive();
+        }
+        const int buffer = steps % Tile::kStaging;
+        shared.PartEmpty(group, buffer).Wait((steps / Tile::kStaging & 1) ^ 1);
+        const uint32_t part = shared.Part(group, buffer) + threadIdx.x % kWarpgroup * 16;
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          StoreShared(part + i * kWarpgroup * 16, float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]});
+        hopper::FenceSharedForCopies();
+        __syncwarp();
+        if (lead) shared.PartFull(group, buffer).Arrive();
+        ++steps;
+      };
+      [[maybe_unused]] constexpr std::true_type kYes;
+      constexpr std::false_type kNo;
+      int block = tile[kFirstBlock];
+      if constexpr (Tile::kSplitsDepth) {
+        if (tile[kHalf] && block < tile[kLastBlock]) step(block++, kYes, kYes);
+      }
+      if constexpr (Tile::kGeneral) {
+        for (const int last = tile[kLastBlock]; block < last; ++block) step(block, kNo, kNo);
+      } else {
+        for (int field = kWholeFirst + group;; field = kLastBlock) {
+          for (const int last = tile[field]; block < last; ++block) step(block, kYes, kNo);
+          for (const int last = tile[kWholeLast + group]; block < last; ++block) step(block, kNo, kNo);
+          if (block >= tile[kLastBlock]) break;
+        }
+      }
+    }
+    if (!accumulate) {  // nothing sees these keys
+#pragma unroll
+      for (int i = 0; i < kDepth / 2; ++i) dk[i] = dv[i] = 0;
+    }
+    hopper::NamedSync(kBoth, 2 * kWarpgroup);  // nobody reads keys or values any more, whose places the results take
+    uint32_t result[kDepth / 4];
+    Round<T>(result, dv);
+    StoreRounded(shared.Values(), kKeyChunk, 64 * group, result);
+#pragma unroll
+    for (int i = 0; i < kDepth / 2; ++i) dk[i] *= p.scale;
+    Round<T>(result, dk);
+    StoreRounded(shared.Keys(), kKeyChunk, 64 * group, result);
+    hopper::FenceSharedForCopies();
+    hopper::NamedSync(kBoth, 2 * kWarpgroup);
+    if (threadIdx.x == kWarpgroup) {
+      const int key = tile[kFirstKey], head = tile[kKeyHead], batch = tile[kBatch];
+      StoreTile<kKeys, kDepth>(arguments.dv, shared.Values(), key, head, batch);
+      StoreTile<kKeys, kDepth>(arguments.dk, shared.Keys(), key, head, batch);
+      hopper::CommitStores();
+      hopper::WaitStoresRead<0>();
+      shared.KeysEmpty().Arrive();
+    }
+  });
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    AttentionBackward(const __grid_constant__ BackwardArguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t dynamic[];
+  const BackwardShared<Tile> shared = {(SharedAddress(dynamic) + 1023) & ~1023u};
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) shared.Initialize();
+  __syncthreads();
+  if (warp < 4) {
+    hopper::ReleaseRegisters<Tile::kLoaderRegisters>();
+    if (threadIdx.x == 0) LoadBackward(arguments, shared);
+    if (warp == 1 || warp == 2) AddParts(arguments, shared, warp - 1);
+  } else {
+    hopper::AcquireRegisters<Tile::kConsumerRegisters>();
+    AttendBackward(arguments, shared, warp / 4 - 1);
+  }
+#endif
+}
+
+}  // namespace jaxops::attention
+
+#endif  // JAXOPS_OPS_ATTENTION_BACKWARD_CUH_

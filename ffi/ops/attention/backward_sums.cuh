@@ -1,0 +1,120 @@
+// What the backward pass keeps in memory, O(queries): what is known of each query before, and the sums of dQ.
+#ifndef JAXOPS_OPS_ATTENTION_BACKWARD_SUMS_CUH_
+#define JAXOPS_OPS_ATTENTION_BACKWARD_SUMS_CUH_
+
+#include <cstdint>
+
+#include "ops/attention/fragments.cuh"
+#include "ops/attention/masks.cuh"
+#include "ops/attention/problem.h"
+
+namespace jaxops::attention {
+
+// Queries of a step.
+constexpr int QueriesAtOnce(int tile_depth) { return tile_depth == 64 ? 128 : 64; }
+inline constexpr int kPartFloats = 64 * 64;  // of dQ, of a warpgroup
+
+struct BackwardSums {
+  float *lse, *delta;    // [batches, heads, padded]: lse log2 e, inf where nothing is seen; <out, dout> - dlse
+  float* dq;             // [batches, heads, blocks, 2, kPartFloats], in the order of the warpgroups' fragments
+  int32_t* turns;        // [batches, heads, blocks, 2]: how many blocks of keys have been added; 0 at first
+  int32_t* tickets;      // [1]: the next one
+  int padded, blocks;    // queries, rounded up to 128, and blocks of them
+  bool descending;       // the blocks' order: from the last to the first
+  const Span* segments;  // as PlanSegments writes them: of each batch and block of queries; null: no segments
+
+  // The blocks of keys that add to a block of queries.
+  template <int kKeys, int kQueries, bool kGeneral>
+  __device__ Span KeyBlocksOf(const Band& band, int batch, int block) const {
+    Span span = band.KeyBlocks<kKeys>(block * kQueries, kQueries);
+    if constexpr (kGeneral) {
+      if (segments) {
+        const Span seen = segments[int64_t{batch} * blocks + block];
+        span.first = max(span.first, seen.first);
+        span.last = min(span.last, seen.last);
+      }
+    }
+    return span;
+  }
+};
+
+struct PreparationArguments {
+  Problem problem;
+  BackwardSums sums;
+  const void *out, *dout;
+  const float *lse, *dlse;  // dlse: null if there is none
+};
+
+inline constexpr int kPreparationThreads = 256, kPreparationLanes = 8;  // lanes: of a query
+
+// Writes lse and delta, and zeros to turns and tickets.
+template <class T>
+__global__ void __launch_bounds__(kPreparationThreads)
+    PrepareBackward(const __grid_constant__ PreparationArguments arguments) {
+  const Problem& p = arguments.problem;
+  const BackwardSums& sums = arguments.sums;
+  const int64_t thread = int64_t{blockIdx.x} * kPreparationThreads + threadIdx.x;
+  const int64_t heads = int64_t{p.batches} * p.heads, line = thread / kPreparationLanes,
+                turns = heads * sums.blocks * 2;
+  if (thread < turns) sums.turns[thread] = 0;
+  if (thread == 0) *sums.tickets = 0;
+  if (line >= heads * sums.padded) return;  // whole warps: `padded` is a multiple of 128
+  const int lane = threadIdx.x % kPreparationLanes, head_of_all = static_cast<int>(line / sums.padded);
+  const int query = static_cast<int>(line - int64_t{head_of_all} * sums.padded);
+  const int batch = head_of_all / p.heads, head = head_of_all - batch * p.heads;
+  const int64_t row = int64_t{head_of_all} * p.queries + query;
+  const bool inside = query < p.QueriesOf(batch);
+  float sum = 0;
+  if (inside) {
+    const int64_t first = ((int64_t{batch} * p.queries + query) * p.heads + head) * p.depth;
+    for (int at = lane * 8; at < p.depth; at += kPreparationLanes * 8) {
+      const auto out = *reinterpret_cast<const Pack<T, 8>*>(static_cast<const T*>(arguments.out) + first + at);
+      const auto dout = *reinterpret_cast<const Pack<T, 8>*>(static_cast<const T*>(arguments.dout) + first + at);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum = fmaf(out.template Widen<float>(i), dout.template Widen<float>(i), sum);
+    }
+  }
+#pragma unroll
+  for (int other = 1; other < kPreparationLanes; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
+  if (lane > 0) return;
+  const float lse = inside ? arguments.lse[row] : -kInfinity;
+  const bool seeing = lse != -kInfinity;
+  sums.lse[line] = seeing ? lse * kLog2E : kInfinity;
+  sums.delta[line] = seeing ? sum - (arguments.dlse ? arguments.dlse[row] : 0) : 0;
+}
+
+inline constexpr int kFinishThreads = 512;
+
+// The sums of dQ, times the scale, as a result: each thread 8 columns of two rows of a block.
+template <class T, int kDepth, bool kGeneral>
+__global__ void __launch_bounds__(kFinishThreads)
+    FinishQueries(const __grid_constant__ Problem p, const __grid_constant__ BackwardSums sums, T* dq) {
+  constexpr int kKeys = 128, kQueries = QueriesAtOnce(kDepth);
+  const int head_of_all = blockIdx.x / sums.blocks, block = blockIdx.x - head_of_all * sums.blocks;
+  const int batch = head_of_all / p.heads, head = head_of_all - batch * p.heads;
+  const bool seeing = !sums.KeyBlocksOf<kKeys, kQueries, kGeneral>(Band(p, batch), batch, block).empty();
+  const int eight = threadIdx.x % 8, quad = threadIdx.x / 8 % 32, part = threadIdx.x / 256;
+  const int row = block * kQueries + (kDepth == 128 ? 0 : part * 64) + quad / 8 * 16 + quad % 8;
+  const int column = (kDepth == 128 ? part * 64 : 0) + eight * 8;
+  if (column >= p.depth) return;
+  const float4* const from = reinterpret_cast<const float4*>(sums.dq) +
+                             (int64_t{blockIdx.x} * 2 + part) * (kPartFloats / 4) + eight * kWarpgroup + quad * 4;
+  float4 values[4] = {};
+  if (seeing) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = from[i];
+  }
+  T* const to = dq + ((int64_t{batch} * p.queries + row) * p.heads + head) * p.depth + column;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (row + 8 * h >= p.queries) return;
+    *reinterpret_cast<Pack<T, 8>*>(to + int64_t{8} * h * p.heads * p.depth) = ToPack<T, 8>([&](int i) {
+      const float4& quad_of = values[i / 2];
+      return p.scale * (h ? (i % 2 ? quad_of.w : quad_of.z) : (i % 2 ? quad_of.y : quad_of.x));
+    });
+  }
+}
+
+}  // namespace jaxops::attention
+
+#endif  // JAXOPS_OPS_ATTENTION_BACKWARD_SUMS_CUH_

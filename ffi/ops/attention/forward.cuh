@@ -1,0 +1,367 @@
+// Flash attention's forward pass on Hopper (after Dao et al., 2022, and Shah et al., 2024): scores never leave the
+// registers.
+//
+// A block has a warp that loads and two or three warpgroups of 64 queries each. For each block of keys a warpgroup
+// computes S = Q K^T from shared memory, the probabilities P = exp(S - maximum so far) in registers, and O += P V with
+// P from registers; sums and O are rescaled as the maximum grows. S of the next block is computed before O of this one,
+// so that exponentials run under a product; and the warpgroups take turns to issue their two products (ping-pong), so
+// that one's exponentials run under the other's products.
+//
+// Blocks are persistent and take tiles of queries from a counter, those of the most keys first; heads whose keys and
+// values fit the L2 cache together are taken together.
+#ifndef JAXOPS_OPS_ATTENTION_FORWARD_CUH_
+#define JAXOPS_OPS_ATTENTION_FORWARD_CUH_
+
+#include <cstdint>
+
+#include "core/shared_memory.cuh"
+#include "ops/attention/fragments.cuh"
+#include "ops/attention/masks.cuh"
+#include "ops/attention/problem.h"
+#include "ops/attention/scores.cuh"
+
+namespace jaxops::attention {
+
+// kGroups: warpgroups that multiply; kKeys: keys a block of them; kStages: blocks of keys, and of values, in flight;
+// kQueryBuffers: 2 if the next tile's queries are loaded while this one is worked on.
+template <class T_, int kDepth_, int kGroups_, int kKeys_, int kStages_, int kQueryBuffers_, bool kGeneral_>
+struct ForwardTile {
+  using T = T_;
+  static constexpr int kDepth = kDepth_, kGroups = kGroups_, kKeys = kKeys_, kStages = kStages_;
+  static constexpr int kQueryBuffers = kQueryBuffers_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kRows = 64 * kGroups, kThreads = kWarpgroup * (kGroups + 1);
+  // Bytes of a warpgroup's queries, and of a block of keys or of values.
+  static constexpr int kQueryBytes = 64 * kDepth * 2, kKeyBytes = kKeys * kDepth * 2;
+  static constexpr int kBarriers = 2 * kQueryBuffers * kGroups + 4 * kStages + 4;
+  static constexpr int kSharedBytes =
+      1024 + kQueryBuffers * kGroups * kQueryBytes + 2 * kStages * kKeyBytes + 8 * kBarriers + 8;
+  static_assert(kSharedBytes <= 232448 && kKeys % 16 == 0);
+  // Registers a thread: 65,536 in all, in steps of 8.
+  static constexpr int kLoaderRegisters = kGroups == 3 ? 32 : kQueryBuffers == 1 ? 40 : 24;
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : kQueryBuffers == 1 ? 232 : 240;
+};
+
+struct ForwardArguments {
+  CUtensorMap q, k, v, out;
+  Problem problem;
+  int together;          // heads whose tiles are taken together
+  int* counters;         // of tiles, zero; null: a tile a block
+  const Span* segments;  // as PlanSegments writes them: of each batch and 64 queries; null: no segments
+};
+
+template <class Tile>
+struct ForwardShared {
+  uint32_t base;
+
+  __device__ uint32_t Queries(int buffer, int group) const {
+    return base + (buffer * Tile::kGroups + group) * Tile::kQueryBytes;
+  }
+  __device__ uint32_t Keys(int stage) const {
+    return base + Tile::kQueryBuffers * Tile::kGroups * Tile::kQueryBytes + stage * Tile::kKeyBytes;
+  }
+  __device__ uint32_t Values(int stage) const { return Keys(Tile::kStages + stage); }
+  __device__ Barrier QueriesFull(int buffer, int group) const { return At(buffer * Tile::kGroups + group); }
+  __device__ Barrier QueriesEmpty(int buffer, int group) const {
+    return At((Tile::kQueryBuffers + buffer) * Tile::kGroups + group);
+  }
+  __device__ Barrier KeysFull(int stage) const { return At(kRing + stage); }
+  __device__ Barrier KeysEmpty(int stage) const { return At(kRing + Tile::kStages + stage); }
+  __device__ Barrier ValuesFull(int stage) const { return At(kRing + 2 * Tile::kStages + stage); }
+  __device__ Barrier ValuesEmpty(int stage) const { return At(kRing + 3 * Tile::kStages + stage); }
+  // The numbers of the tiles to come, two deep.
+  __device__ Barrier TileKnown(int slot) const { return At(kRing + 4 * Tile::kStages + slot); }
+  __device__ Barrier TileRead(int slot) const { return At(kRing + 4 * Tile::kStages + 2 + slot); }
+  __device__ uint32_t TileNumber(int slot) const { return At(Tile::kBarriers).address + 4 * slot; }
+
+  __device__ void Initialize() const {
+    for (int i = 0; i < 2 * Tile::kQueryBuffers * Tile::kGroups; ++i) At(i).Initialize(1);
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      KeysFull(stage).Initialize(1);
+      ValuesFull(stage).Initialize(1);
+      KeysEmpty(stage).Initialize(4 * Tile::kGroups);
+      ValuesEmpty(stage).Initialize(4 * Tile::kGroups);
+    }
+    for (int slot = 0; slot < 2; ++slot) {
+      TileKnown(slot).Initialize(1);
+      TileRead(slot).Initialize(4 * Tile::kGroups);
+    }
+    hopper::FenceBarriers();
+  }
+
+ private:
+  static constexpr int kRing = 2 * Tile::kQueryBuffers * Tile::kGroups;
+  __device__ Barrier At(int index) const {
+    return {base + Tile::kQueryBuffers * Tile::kGroups * Tile::kQueryBytes + 2 * Tile::kStages * Tile::kKeyBytes +
+            8 * index};
+  }
+};
+
+// Tiles of queries in the order in which they are taken.
+template <class Tile>
+struct QueryTiles {
+  const ForwardArguments& arguments;
+  int rows, total;  // tiles of a head, and of all
+
+  struct Place {
+    int batch, head, row;
+  };
+
+  explicit __device__ QueryTiles(const ForwardArguments& arguments)
+      : arguments(arguments), rows((arguments.problem.queries + Tile::kRows - 1) / Tile::kRows) {
+    total = arguments.problem.batches * arguments.problem.heads * rows;
+  }
+  __device__ Place At(int tile) const {
+    const Problem& p = arguments.problem;
+    const int group = tile / (arguments.together * rows), within = tile - group * arguments.together * rows;
+    const int first = group * arguments.together, heads = min(arguments.together, p.batches * p.heads - first);
+    const int row = within / heads, head = first + within - row * heads, batch = head / p.heads;
+    return {batch, head - batch * p.heads, (p.right < kLongest ? rows - 1 - row : row) * Tile::kRows};
+  }
+  // The key blocks that it visits: at least one, so that there is a result.
+  __device__ Span Visited(const Band& band, const Place& at) const {
+    Span span = band.KeyBlocks<Tile::kKeys>(at.row, Tile::kRows);
+    if constexpr (Tile::kGeneral) {
+      if (arguments.segments) {
+        int first = kLongest, last = 0;
+        for (int row = at.row; row < min(at.row + Tile::kRows, arguments.problem.queries); row += 64) {
+          const Span seen = arguments.segments[SegmentIndex(at.batch, row)];
+          if (seen.empty()) continue;
+          first = min(first, seen.first);
+          last = max(last, seen.last);
+        }
+        span.first = max(span.first, first);
+        span.last = min(span.last, last);
+      }
+    }
+    if (span.empty()) span.first = 0, span.last = 1;
+    return span;
+  }
+  // The same with what the 64 queries from `row` on see whole.
+  __device__ Span VisitedBy(const Band& band, const Place& at, int row) const {
+    Span span = band.KeyBlocks<Tile::kKeys>(row, 64);
+    if constexpr (Tile::kGeneral) {
+      if (arguments.segments && row < arguments.problem.queries)
+        span = span.And(arguments.segments[SegmentIndex(at.batch, row)]);
+    }
+    const Span visited = Visited(band, at);
+    span.first = visited.first;
+    span.last = visited.last;
+    return span.Ordered();
+  }
+
+ private:
+  __device__ int64_t SegmentIndex(int batch, int row) const {
+    return int64_t{batch} * ((arguments.problem.queries + 63) / 64) + row / 64;
+  }
+};
+
+template <class Tile>
+__device__ void LoadForward(const ForwardArguments& arguments, const ForwardShared<Tile>& shared) {
+  const Problem& p = arguments.problem;
+  const QueryTiles<Tile> tiles(arguments);
+  int stage = 0;
+  uint32_t parity = 1;
+  for (int k = 0;; ++k) {
+    int tile = static_cast<int>(blockIdx.x);
+    if (k > 0) tile = arguments.counters ? static_cast<int>(gridDim.x) + atomicAdd(arguments.counters, 1) : tiles.total;
+    shared.TileRead(k & 1).Wait(((k >> 1) & 1) ^ 1);
+    StoreShared(shared.TileNumber(k & 1), tile);
+    shared.TileKnown(k & 1).Arrive();
+    if (tile >= tiles.total) break;
+    const auto at = tiles.At(tile);
+    const int key_head = at.head / p.group(), buffer = k % Tile::kQueryBuffers;
+    for (int group = 0; group < Tile::kGroups; ++group) {
+      shared.QueriesEmpty(buffer, group).Wait(((k / Tile::kQueryBuffers) & 1) ^ 1);
+      const Barrier full = shared.QueriesFull(buffer, group);
+      full.ArriveAndExpect(Tile::kQueryBytes);
+      LoadTile<64, Tile::kDepth>(shared.Queries(buffer, group), arguments.q, full, at.row + 64 * group, at.head,
+                                 at.batch);
+    }
+    const Span span = tiles.Visited(Band(p, at.batch), at);
+    for (int block = span.last - 1; block >= span.first; --block) {
+      const auto load = [&](const CUtensorMap& map, uint32_t target, Barrier full, Barrier empty) {
+        empty.Wait(parity);
+        full.ArriveAndExpect(Tile::kKeyBytes);
+        LoadTile<Tile::kKeys, Tile::kDepth>(target, map, full, block * Tile::kKeys, key_head, at.batch);
+      };
+      load(arguments.k, shared.Keys(stage), shared.KeysFull(stage), shared.KeysEmpty(stage));
+      load(arguments.v, shared.Values(stage), shared.ValuesFull(stage), shared.ValuesEmpty(stage));
+      if (++stage == Tile::kStages) stage = 0, parity ^= 1;
+    }
+  }
+}
+
+template <class Tile>
+__device__ void AttendForward(const ForwardArguments& arguments, const ForwardShared<Tile>& shared, int group) {
+  using T = typename Tile::T;
+  constexpr int kDepth = Tile::kDepth, kKeys = Tile::kKeys;
+  const Problem& p = arguments.problem;
+  const QueryTiles<Tile> tiles(arguments);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, column = lane % 4 * 2;
+  const bool lead = lane == 0, elected = threadIdx.x % kWarpgroup == 0;
+  // General scores come multiplied, so that a bias fits in.
+  const float factor = Tile::kGeneral ? 1 : p.scale * kLog2E;
+  float out[kDepth / 2], scores[kKeys / 2];
+  uint32_t probabilities[kKeys / 4];
+  RowState state;
+  int stage = 0, pending = -1;  // pending: the query buffer whose results may still be on their way out
+  uint32_t parity = 0;
+  const auto advance = [&] {
+    if (++stage == Tile::kStages) stage = 0, parity ^= 1;
+  };
+  constexpr int kTurn = 1, kGroupSync = 8;                                     // named barriers
+  if (group == Tile::kGroups - 1) hopper::NamedArrive(kTurn, 2 * kWarpgroup);  // the first turn is warpgroup 0's
+  for (int k = 0;; ++k) {
+    shared.TileKnown(k & 1).Wait((k >> 1) & 1);
+    const int tile = LoadShared<int>(shared.TileNumber(k & 1));
+    __syncwarp();
+    if (lead) shared.TileRead(k & 1).Arrive();
+    if (tile >= tiles.total) break;
+    const auto at = tiles.At(tile);
+    const int first_row = at.row + 64 * group, row = first_row + warp * 16 + lane / 4;
+    const Band band(p, at.batch);
+    const Span span = tiles.VisitedBy(band, at, first_row);
+    const int buffer = k % Tile::kQueryBuffers;
+    const uint32_t queries = shared.Queries(buffer, group);
+    const GeneralScores<T, kKeys> general(p, band, at.batch, {at.head, at.head}, {row, row + 8});
+    const auto finish_scores = [&](int block, auto masked) __attribute__((always_inline)) {
+      if constexpr (Tile::kGeneral) {
+        general.Finish(scores, block * kKeys + column,
+                       decltype(masked)::value || block < span.whole_first || block >= span.whole_last);
+      } else if constexpr (decltype(masked)::value) {
+        band.MaskKeys<kKeys>(scores, {row, row + 8}, block * kKeys + column);
+      }
+    };
+    const auto issue_scores = [&] {
+      hopper::FenceRegisters();
+      MultiplyDepths<T, kKeys, kDepth>(scores, queries, kChunk<64>, shared.Keys(stage), kChunk<kKeys>);
+      hopper::CommitProducts();
+    };
+    shared.QueriesFull(buffer, group).Wait((k / Tile::kQueryBuffers) & 1);
+    shared.KeysFull(stage).Wait(parity);
+    issue_scores();
+    if (Tile::kQueryBuffers > 1 && pending >= 0 && elected) {
+      hopper::WaitStoresRead<0>();
+      shared.QueriesEmpty(pending, group).Arrive();
+    }
+    hopper::WaitProducts<0>();
+    hopper::Settle(scores);
+    if (lead) shared.KeysEmpty(stage).Arrive();
+    finish_scores(span.last - 1, std::true_type());
+    state.Update<true>(scores, factor);
+    Round<T>(probabilities, scores);
+    int values_stage = stage, accumulate = 0;
+    uint32_t values_parity = parity;
+    if (band.padded_keys && span.last * kKeys > band.keys) {  // 0 times what lies beyond must be 0
+      shared.ValuesFull(stage).Wait(parity);
+      ClearRows<kKeys, kDepth>(shared.Values(stage), band.keys - (span.last - 1) * kKeys);
+      hopper::NamedSync(kGroupSync + group, kWarpgroup);
+    }
+    advance();
+    const auto step = [&](int block, auto masked) {
+      shared.KeysFull(stage).Wait(parity);
+      hopper::NamedSync(kTurn + group, 2 * kWarpgroup);
+      issue_scores();
+      shared.ValuesFull(values_stage).Wait(values_parity);
+      MultiplyRows<T, kDepth, kKeys>(out, probabilities, shared.Values(values_stage), kChunk<kKeys>, accumulate);
+      hopper::CommitProducts();
+      hopper::NamedArrive(kTurn + (group + 1) % Tile::kGroups, 2 * kWarpgroup);
+      const auto finish_out = [&] {
+        hopper::Settle(out);
+        hopper::Settle(probabilities);
+        if (lead) shared.ValuesEmpty(values_stage).Arrive();
+      };
+      // No branches while a product is in flight: ptxas would have all of them wait (C7514).
+      hopper::WaitProducts<Tile::kGeneral ? 0 : 1>();
+      if constexpr (Tile::kGeneral) finish_out();
+      hopper::Settle(scores);
+      if (lead) shared.KeysEmpty(stage).Arrive();
+      finish_scores(block, masked);
+      state.Update<false>(scores, factor);
+      if constexpr (!Tile::kGeneral) {
+        hopper::WaitProducts<0>();
+        finish_out();
+      }
+#pragma unroll
+      for (int i = 0; i < kDepth / 2; ++i) out[i] *= state.rescale[i / 2 % 2];
+      Round<T>(probabilities, scores);
+      accumulate = 1;
+      values_stage = stage;
+      values_parity = parity;
+      advance();
+    };
+    int block = span.last - 2;
+    if constexpr (Tile::kGeneral) {
+      for (; block >= span.first; --block) step(block, std::false_type());
+    } else {
+      for (int limit = span.whole_last;; limit = span.first) {
+        for (; block >= limit; --block) step(block, std::true_type());
+        for (; block >= span.whole_first; --block) step(block, std::false_type());
+        if (block < span.first) break;
+      }
+    }
+    shared.ValuesFull(values_stage).Wait(values_parity);
+    hopper::FenceRegisters();
+    MultiplyRows<T, kDepth, kKeys>(out, probabilities, shared.Values(values_stage), kChunk<kKeys>, accumulate);
+    hopper::CommitProducts();
+    float inverse[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = OverRow(state.sum[h], [](float a, float b) { return a + b; });
+      const float sink = p.sinks ? p.sinks[at.batch * p.sinks_stride + at.head] * kLog2E : -kInfinity;
+      const RowResult result(state.maximum[h] == -kInfinity ? -kInfinity : state.maximum[h] * factor, sum, sink);
+      const int query = row + 8 * h;
+      const bool seeing = query < band.queries;
+      inverse[h] = seeing ? result.inverse : 0;
+      if (lane % 4 == 0 && query < p.queries)
+        p.lse[(int64_t{at.batch} * p.heads + at.head) * p.queries + query] = seeing ? result.lse : -kInfinity;
+    }
+    hopper::WaitProducts<0>();
+    hopper::Settle(out);
+    if (lead) shared.ValuesEmpty(values_stage).Arrive();
+    uint32_t rounded[kDepth / 4];
+#pragma unroll
+    for (int i = 0; i < kDepth / 4; ++i) {
+      const float factor_out = inverse[i % 2];  // 0: the row sees nothing, whatever the values are
+      rounded[i] = factor_out == 0 ? 0 : RoundPair<T>(out[2 * i] * factor_out, out[2 * i + 1] * factor_out);
+    }
+    hopper::NamedSync(kGroupSync + group, kWarpgroup);  // all four warps' products have read the queries
+    StoreRounded(queries, kChunk<64>, 0, rounded);      // whose place the results take
+    hopper::FenceSharedForCopies();
+    hopper::NamedSync(kGroupSync + group, kWarpgroup);
+    if (elected) {
+      StoreTile<64, kDepth>(arguments.out, queries, first_row, at.head, at.batch);
+      hopper::CommitStores();
+      if (Tile::kQueryBuffers == 1) {
+        hopper::WaitStoresRead<0>();
+        shared.QueriesEmpty(buffer, group).Arrive();
+      }
+    }
+    pending = buffer;
+  }
+  if (elected) hopper::WaitStoresRead<0>();
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    AttentionForward(const __grid_constant__ ForwardArguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ uint8_t dynamic[];
+  const ForwardShared<Tile> shared = {(SharedAddress(dynamic) + 1023) & ~1023u};
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (threadIdx.x == 0) shared.Initialize();
+  __syncthreads();
+  if (warpgroup == 0) {
+    hopper::ReleaseRegisters<Tile::kLoaderRegisters>();
+    if (threadIdx.x == 0) LoadForward(arguments, shared);
+  } else {
+    hopper::AcquireRegisters<Tile::kConsumerRegisters>();
+    AttendForward(arguments, shared, warpgroup - 1);
+  }
+#endif
+}
+
+}  // namespace jaxops::attention
+
+#endif  // JAXOPS_OPS_ATTENTION_FORWARD_CUH_

@@ -1,0 +1,90 @@
+// What both directions' launches share.
+#ifndef JAXOPS_OPS_ATTENTION_LAUNCH_CUH_
+#define JAXOPS_OPS_ATTENTION_LAUNCH_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/launch.cuh"
+#include "core/types.cuh"
+#include "hopper/tensor_copy.cuh"
+#include "ops/attention/problem.h"
+
+#if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "wgmma needs sm_90a: for sm_90 the kernels would be empty, and launched on Hopper all the same"
+#endif
+
+namespace jaxops::attention {
+
+// Calls visit.operator()<T>() -> Error for q's type.
+template <class Visit>
+Error VisitType(const char* handler, DataType type, const Visit& visit) {
+  return First(
+      Types<__nv_bfloat16, __half>{}, Invalid(handler, "q must be bf16 or f16"),
+      [=]<class T> { return type == kDataType<T>; }, visit);
+}
+
+// The views of the call's tensors of queries and of keys, in boxes of `box_rows` rows.
+template <class T>
+cudaError_t DescribeQueries(const Problem& p, const void* data, int box_rows, CUtensorMap* map) {
+  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return hopper::Describe(hopper::HeadsView{data, type, p.batches, p.queries, p.heads, p.depth, box_rows}, map);
+}
+template <class T>
+cudaError_t DescribeKeys(const Problem& p, const void* data, int box_rows, CUtensorMap* map) {
+  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return hopper::Describe(hopper::HeadsView{data, type, p.batches, p.keys, p.key_heads, p.depth, box_rows}, map);
+}
+
+// How many of `heads` heads to take together if `bytes` are read of each and `budget` fit the L2 cache: groups of about
+// equal size, as one head left over would be a long tail.
+inline int HeadsTogether(int64_t heads, double bytes, double budget, int64_t least, int64_t most) {
+  const int64_t fitting = static_cast<int64_t>(budget / bytes);
+  const int64_t count = std::min(heads, std::max(least, std::min(most, fitting)));
+  const int64_t groups = (heads + count - 1) / count;
+  return static_cast<int>((heads + groups - 1) / groups);
+}
+
+// Of the current device; 0 if that is not known.
+inline int Multiprocessors() {
+  static PerDevice count;
+  return count.Get([] {
+    int found = 0;
+    return CountMultiprocessors(&found) == cudaSuccess ? found : 0;
+  });
+}
+
+inline Error CheckWorkspace(const char* handler, const AnyBuffer& workspace, int64_t words) {
+  if (workspace.element_type() == DataType::S32 && static_cast<int64_t>(workspace.element_count()) >= words &&
+      IsAligned(workspace.untyped_data())) {
+    return Error::Success();
+  }
+  return Invalid(handler, "the workspace must have " + std::to_string(words) +
+                              " int32 elements aligned to 16 bytes, got " + Describe(workspace.dimensions()));
+}
+
+// Everything of a forward call; workspace: its size is the caller's to check.
+inline Error ParseForward(const char* handler, const AnyBuffer& q, const AnyBuffer& k, const AnyBuffer& v,
+                          const ffi::RemainingArgs& rest, const AnyBuffer& out, const AnyBuffer& lse,
+                          const AnyBuffer& workspace, const Options& options, Problem* problem) {
+  for (const AnyBuffer& buffer : {q, k, v, out, lse, workspace}) JAXOPS_RETURN_IF_ERROR(CheckBuffer(handler, buffer));
+  BufferReader<ffi::RemainingArgs> operands(handler, rest);
+  Problem& p = *problem;
+  JAXOPS_RETURN_IF_ERROR(ParseProblem(handler, q, k, v, options, &operands, &p));
+  const int64_t batches = p.batches, queries = p.queries, heads = p.heads, depth = p.depth;
+  JAXOPS_RETURN_IF_ERROR(CheckShape(handler, "out", out, q.element_type(), {batches, queries, heads, depth}));
+  JAXOPS_RETURN_IF_ERROR(CheckShape(handler, "lse", lse, DataType::F32, {batches, heads, queries}));
+  p.out = out.untyped_data();
+  p.lse = Data<float>(lse);
+  for (const void* data : {p.q, p.k, p.v, static_cast<const void*>(p.out)})
+    if (!IsAligned(data)) return Invalid(handler, "q, k, v or out is not 16-byte aligned");
+  if (CompiledCapability() != kHopper)
+    return Error(ffi::ErrorCode::kUnimplemented, std::string(handler) + ": this GPU has no wgmma");
+  return Error::Success();
+}
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace jaxops::attention
+
+#endif  // JAXOPS_OPS_ATTENTION_LAUNCH_CUH_

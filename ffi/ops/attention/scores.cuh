@@ -1,0 +1,208 @@
+// What becomes of a product q k^T on its way to a probability, and of a row's sum to its results.
+#ifndef JAXOPS_OPS_ATTENTION_SCORES_CUH_
+#define JAXOPS_OPS_ATTENTION_SCORES_CUH_
+
+#include <cstdint>
+
+#include "ops/attention/fragments.cuh"
+#include "ops/attention/masks.cuh"
+#include "ops/attention/problem.h"
+
+namespace jaxops::attention {
+
+// A row's results from the maximum of its scores, in units of log 2, the sum of exp2(score - maximum), and its sink.
+struct RowResult {
+  float inverse, lse;  // what the sum of products is multiplied by: 0 if the row sees nothing
+
+  __device__ RowResult(float maximum, float sum, float sink) {
+    const float most = fmaxf(maximum, sink), offset = most == -kInfinity ? 0 : most;
+    const float share = Exp2(maximum - offset), total = sum * share + Exp2(sink - offset);
+    inverse = sum == 0 ? 0 : share / total;
+    lse = total == 0 ? -kInfinity : (offset + log2f(total)) * kLn2;
+  }
+};
+
+// The online softmax of a warpgroup's rows, of which each thread has a part of two.
+struct RowState {
+  float maximum[2], sum[2], rescale[2];  // sum: of this thread's columns
+
+  // Turns scores into exp2(scores factor - maximum). kFirst: of the tile's first block.
+  template <bool kFirst, int kCount>
+  __device__ __forceinline__ void Update(float (&scores)[kCount], float factor) {
+    constexpr int kPairs = kCount / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float even = scores[2 * h], odd = scores[2 * h + 1];
+#pragma unroll
+      for (int i = 1; i < kPairs; ++i) {
+        even = fmaxf(even, scores[4 * i + 2 * h]);
+        odd = fmaxf(odd, scores[4 * i + 2 * h + 1]);
+      }
+      float largest = OverRow(fmaxf(even, odd), [](float a, float b) { return fmaxf(a, b); });
+      if (!kFirst) largest = fmaxf(largest, maximum[h]);
+      const float offset = Offset(largest, factor);
+      if (!kFirst) rescale[h] = Exp2(maximum[h] * factor - offset);
+      maximum[h] = largest;
+      float even_sum = 0, odd_sum = 0;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        float &first = scores[4 * i + 2 * h], &second = scores[4 * i + 2 * h + 1];
+        first = Exp2(fmaf(first, factor, -offset));
+        second = Exp2(fmaf(second, factor, -offset));
+        even_sum += first;
+        odd_sum += second;
+      }
+      sum[h] = kFirst ? even_sum + odd_sum : sum[h] * rescale[h] + even_sum + odd_sum;
+    }
+  }
+  // What is subtracted; 0 in a row that has seen nothing yet, so that its exponentials are 0, not NaN.
+  static __device__ float Offset(float maximum, float factor) { return maximum == -kInfinity ? 0 : maximum * factor; }
+};
+
+// tanh(x) to 2^-22 absolutely.
+__device__ __forceinline__ float Tanh(float x) { return 1 - 2 * __frcp_rn(1 + Exp2(x * (2 * kLog2E))); }
+
+// The slower way, of calls with a soft cap, a bias, a mask or segments: 64 rows by kKeys keys, of which this thread has
+// two rows. Scores come out in units of log 2.
+template <class T, int kKeys>
+struct GeneralScores {
+  const Problem& p;
+  const Band& band;
+  int batch;
+  Rows heads, queries;
+
+  __device__ GeneralScores(const Problem& p, const Band& band, int batch, Rows heads, Rows queries)
+      : p(p), band(band), batch(batch), heads(heads), queries(queries) {}
+
+  // key: this thread's first. masked: some of the keys are not seen by band or segments.
+  __device__ __forceinline__ void Finish(float (&scores)[kKeys / 2], int key, bool masked) const {
+    if (p.soft_cap != 0) {
+      const float factor = p.scale / p.soft_cap, cap = p.soft_cap * kLog2E;
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) scores[i] = cap * Tanh(scores[i] * factor);
+    } else {
+      const float factor = p.scale * kLog2E;
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) scores[i] *= factor;
+    }
+    if (p.bias.data) {
+      const auto add = [](float& score, float value) { score = fmaf(value, kLog2E, score); };
+      if (p.wide_bias) {
+        Visit<float>(p.bias, scores, key, add);
+      } else {
+        Visit<T>(p.bias, scores, key, add);
+      }
+    }
+    if (p.mask.data) {
+      Visit<uint8_t>(p.mask, scores, key, [](float& score, uint8_t seen) { score = seen ? score : -kInfinity; });
+    }
+    if (!masked) return;
+    band.template MaskKeys<kKeys>(scores, queries, key);
+    if (!p.query_segments) return;
+    const int32_t* const keys = p.key_segments + int64_t{batch} * p.keys;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int segment = p.query_segments[int64_t{batch} * p.queries + min(queries[h], p.queries - 1)];
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& score = scores[4 * i + 2 * h + j];
+          if (keys[min(key + 8 * i + j, p.keys - 1)] != segment) score = -kInfinity;
+        }
+    }
+  }
+
+ private:
+  // Calls use(score, element of `from`) for each score; rows of an even number of elements are read in pairs.
+  template <class U, class Use>
+  __device__ __forceinline__ void Visit(const Broadcast& from, float (&scores)[kKeys / 2], int key,
+                                        const Use& use) const {
+    using Two = Pack<U, 2>;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const U* const line =
+          static_cast<const U*>(from.data) + from.Row(batch, heads[h], min(queries[h], p.queries - 1));
+      if (p.keys % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < kKeys / 8; ++i) {
+          const int at = key + 8 * i;
+          const Two two = *reinterpret_cast<const Two*>(line + (at < p.keys ? at : 0));
+          use(scores[4 * i + 2 * h], two.template Widen<float>(0));
+          use(scores[4 * i + 2 * h + 1], two.template Widen<float>(1));
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kKeys / 8; ++i)
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+            use(scores[4 * i + 2 * h + j], static_cast<float>(line[min(key + 8 * i + j, p.keys - 1)]));
+      }
+    }
+  }
+};
+
+// The same for the backward pass, transposed: 64 keys by kQueries queries; this thread has the keys `key` and key + 8.
+template <class T, int kQueries>
+struct GeneralGradients {
+  const Problem& p;
+  const Band band;
+  int batch, head, key;
+
+  __device__ GeneralGradients(const Problem& p, const Band& band, int batch, int head, int key)
+      : p(p), band(band), batch(batch), head(head), key(key) {}
+
+  // The probabilities of scores, and the scores' gradients from those of the probabilities, both rounded. query: this
+  // thread's first; lse, delta: where the queries' are; masked: as in GeneralScores.
+  __device__ __forceinline__ void Finish(const float (&scores)[kQueries / 2],
+                                         const float (&dprobabilities)[kQueries / 2], uint32_t (&rounded)[kQueries / 4],
+                                         uint32_t (&drounded)[kQueries / 4], int query, uint32_t lse, uint32_t delta,
+                                         bool masked) const {
+    const bool capped = p.soft_cap != 0, by_segment = masked && p.query_segments;
+    const float factor = capped ? p.scale / p.soft_cap : p.scale * kLog2E, cap = p.soft_cap * kLog2E;
+    int own_segment[2] = {};
+    if (by_segment)
+      for (int h = 0; h < 2; ++h)
+        own_segment[h] = p.key_segments[int64_t{batch} * p.keys + min(key + 8 * h, p.keys - 1)];
+#pragma unroll
+    for (int i = 0; i < kQueries / 8; ++i) {
+      const float2 lse_pair = LoadShared<float2>(lse + 32 * i), delta_pair = LoadShared<float2>(delta + 32 * i);
+      float probability[4], gradient[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int h = e / 2, at_query = 8 * i + e % 2;
+        const int row = min(query + at_query, p.queries - 1), column = min(key + 8 * h, p.keys - 1);
+        float score = scores[4 * i + e] * factor, derivative = 1;
+        if (capped) {
+          const float bounded = Tanh(score);
+          score = cap * bounded;
+          derivative = 1 - bounded * bounded;
+        }
+        if (p.bias.data) {
+          const int64_t at = p.bias.Row(batch, head, row) + column;
+          const float bias = p.wide_bias ? static_cast<const float*>(p.bias.data)[at]
+                                         : static_cast<float>(static_cast<const T*>(p.bias.data)[at]);
+          score = fmaf(bias, kLog2E, score);
+        }
+        float value = Exp2(score - (e % 2 ? lse_pair.y : lse_pair.x));
+        bool seen = true;
+        if (p.mask.data) seen = static_cast<const uint8_t*>(p.mask.data)[p.mask.Row(batch, head, row) + column];
+        if (masked)
+          seen &= query + at_query < band.queries && at_query >= band.FirstSeeing(key + 8 * h, query) &&
+                  at_query <= band.LastSeeing(key + 8 * h, query);
+        if (by_segment) seen &= p.query_segments[int64_t{batch} * p.queries + row] == own_segment[h];
+        probability[e] = seen ? value : 0;
+        const float change = dprobabilities[4 * i + e] - (e % 2 ? delta_pair.y : delta_pair.x);
+        gradient[e] = seen ? value * derivative * change : 0;
+      }
+      rounded[2 * i] = RoundPair<T>(probability[0], probability[1]);
+      rounded[2 * i + 1] = RoundPair<T>(probability[2], probability[3]);
+      drounded[2 * i] = RoundPair<T>(gradient[0], gradient[1]);
+      drounded[2 * i + 1] = RoundPair<T>(gradient[2], gradient[3]);
+    }
+  }
+};
+
+}  // namespace jaxops::attention
+
+#endif  // JAXOPS_OPS_ATTENTION_SCORES_CUH_
