@@ -1,4 +1,4 @@
-"""jaxops: softmax, log_softmax, layer_norm, rms_norm and matmul for JAX, on its own CPU and CUDA kernels."""
+"""jaxops: softmax, log_softmax, layer_norm, rms_norm and matmul for JAX, on CPU and CUDA kernels of their own."""
 
 from jaxops import _load
 from jaxops._explain import Explanation, explain
@@ -13,17 +13,20 @@ from jaxops.ops.rms_norm import rms_norm
 from jaxops.ops.softmax import softmax
 
 from jaxops import checkpoint_policies  # isort: skip  (it knows the kernels that the ops declare)
+from jaxops._fuse import FuseReport, fuse  # isort: skip  (it calls the ops)
 
 _load.register()
 
 __all__ = [
     "Explanation",
     "FallbackWarning",
+    "FuseReport",
     "__version__",
     "checkpoint_policies",
     "disabled_checks",
     "dot_general",
     "explain",
+    "fuse",
     "layer_norm",
     "log_softmax",
     "matmul",

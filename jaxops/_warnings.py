@@ -10,7 +10,7 @@ _INTERNAL = ("jaxops", "jax", "flax")
 
 
 class FallbackWarning(UserWarning):
-    """A call runs on XLA's own operations instead of a jaxops kernel. Given once for each cause."""
+    """Says, once for each cause, that a call runs on XLA's own operations instead of a jaxops kernel."""
 
 
 _said: set[str] = set()
@@ -18,7 +18,7 @@ _said_lock = threading.Lock()
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the caller's line: the first one outside jaxops, JAX and Flax."""
+    """Warns at the line of the caller's code that led here."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         frame, level = frame.f_back, level + 1

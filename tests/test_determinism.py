@@ -52,6 +52,7 @@ def test_with_other_numbers_of_threads(on_gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.gpu
-def test_without_command_buffers():
+def test_without_command_buffers(on_gpu):
+    if not on_gpu:
+        pytest.skip("needs a GPU")
     assert printed(flags="--xla_gpu_enable_command_buffer=") == printed()

@@ -397,7 +397,8 @@ class _MatmulKernel(Kernel):
         dlhs, drhs, dscale, dbias = (None if isinstance(t, ad.Zero) else t for t in self._named(tangents, spec))
         out = self.bind(*primals, spec=spec, preactivation=preactivation or spec.activation is not None)
         linear = spec._replace(activation=None)
-        found = [self(*pair, scale, None, linear)[0] for pair in ((dlhs, rhs), (lhs, drhs)) if None not in pair]
+        pairs = [pair for pair in ((dlhs, rhs), (lhs, drhs)) if all(x is not None for x in pair)]
+        found = [self(*pair, scale, None, linear)[0] for pair in pairs]
         if dscale is not None:
             (z,) = self(lhs, rhs, None, None, linear._replace(dtype=np.dtype(scale.dtype)))
             found.append((dscale * z).astype(spec.dtype))

@@ -21,7 +21,7 @@ from jaxops.ops._matmul_kernel import EIGHT_BITS, Spec, arithmetic_of, has_algor
 
 @functools.lru_cache(maxsize=1024)
 def _reference_shape(function, a, b, x64, promotion):
-    """The reference's result shape and dtype; for bad operands, the reference's error."""
+    """The result's shape and dtype as the reference has it, and the reference's own errors for bad operands."""
     del x64, promotion  # part of the cache's key: dtypes promote differently under them
     return jax.eval_shape(function, a, b)
 
@@ -61,28 +61,39 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
         given += f", dimension_numbers {dimension_numbers}" if dimension_numbers is not None else ""
         given += f", preferred_element_type {preferred}" if preferred is not None else ""
         raise type(error)(f"{op}: {given} do not fit together: {error}") from error
-    dtypes, names = (a.dtype, b.dtype), {a.dtype.name, b.dtype.name}
     wanted = precision_of(precision)
+    dtypes, why = _kernel_operands(a, b, out.dtype, wanted, promotes)
+    if out_sharding is not None:
+        why = "out_sharding is left to XLA's dot"
+    if why:
+        warn_fallback(op, why)
+        dtypes = None
+    return reference, out, dtypes, wanted
+
+
+def _kernel_operands(a, b, result, precision, promotes: bool) -> tuple[tuple[Any, Any], str | None]:
+    """The dtypes of the kernels' operands, and why there is no kernel; precision: as `precision_of` gives it."""
+    dtypes, names = (a.dtype, b.dtype), {a.dtype.name, b.dtype.name}
     if names <= set(EIGHT_BITS):
-        fits = out.dtype in (np.float32, jnp.bfloat16)
+        fits = result in (np.float32, jnp.bfloat16)
     else:
         try:
             common = promoted(*((a, b) if promotes else dtypes))
         except ValueError:  # no promotion is defined, as from 8-bit floats
             common = None
-        fits = common is not None and common.name in arguments.FLOATS and out.dtype in (common, accumulator(common))
+        fits = common is not None and common.name in arguments.FLOATS and result in (common, accumulator(common))
         dtypes = (common, common)
-    why = None
-    if out_sharding is not None:
-        why = "out_sharding is left to XLA's dot"
-    elif not fits:
-        why = f"there is no kernel for {a.dtype} and {b.dtype} with a result of {out.dtype}"
-    elif has_algorithm(wanted) and arithmetic_of(*dtypes, wanted) is None:
-        why = f"there is no kernel for the dot algorithm {getattr(wanted, 'name', wanted)} of {a.dtype} and {b.dtype}"
-    if why:
-        warn_fallback(op, why)
-        dtypes = None
-    return reference, out, dtypes, wanted
+    if not fits:
+        return dtypes, f"there is no kernel for {a.dtype} and {b.dtype} with a result of {result}"
+    if has_algorithm(precision) and arithmetic_of(*dtypes, precision) is None:
+        name = getattr(precision, "name", precision)
+        return dtypes, f"there is no kernel for the dot algorithm {name} of {a.dtype} and {b.dtype}"
+    return dtypes, None
+
+
+def why_no_kernel(lhs: Any, rhs: Any, result: Any, precision: Any) -> str | None:
+    """Why `dot_general` of operands of these types would fall back to XLA's dot; None: it has a kernel."""
+    return _kernel_operands(lhs, rhs, np.dtype(result), precision_of(precision), promotes=False)[1]
 
 
 def matmul(
@@ -97,34 +108,33 @@ def matmul(
     lhs_scale: jax.typing.ArrayLike | None = None,
     rhs_scale: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
-    r"""Matrix product as in :func:`jax.numpy.matmul`: :math:`\mathrm{activation}(s\,a b + \mathrm{bias})`.
+    r"""Matrix product as of :func:`jax.numpy.matmul`: :math:`\mathrm{activation}(s\,a b + \mathrm{bias})`.
 
-    Sums are kept in f32 (f64 for f64). Scales, bias and activation are applied to these sums before the result is
-    rounded. If the contracted axis is split over devices, each device's sum is rounded to the result's dtype before
-    the sums are added, as in XLA.
-
-    On a GPU, f32 operands are rounded to TF32, as in XLA; with the highest precision the error is as small as with f32
-    arithmetic. Shapes, dtypes and the device decide which kernel runs, by measured rates. If XLA's own dot is faster,
-    it runs instead; :func:`jaxops.explain` shows the choice. XLA's dot also runs on the CPU, and, with a
-    :class:`jaxops.FallbackWarning`, for dtypes and options that no kernel supports.
+    Sums are kept in f32 (f64 for f64); scales, bias and activation are applied to them before the result is rounded.
+    Where the contracted axis is split over devices, each device's sum is rounded to the result's dtype before they are
+    added, as XLA's are.
+    On a GPU f32 operands are rounded to TF32 unless the highest precision is asked for, as XLA's are; then the error is
+    that of f32 arithmetic. Which kernel a GPU runs follows from shapes, dtypes and the device by a table of measured
+    rates; where XLA's own dot is faster, it is chosen, and :func:`jaxops.explain` says so. On the CPU, and for dtypes
+    or options without a kernel (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
 
     Args:
       a: array of 1 or more dimensions, `[..., m, k]`; 1-D as in numpy.
       b: array of 1 or more dimensions, `[..., k, n]`; 1-D as in numpy. Leading axes broadcast.
       precision: as in jax.numpy.matmul; see above.
-      preferred_element_type: the result's dtype; by default `a` and `b` promote.
+      preferred_element_type: dtype of the result; by default the one to which `a` and `b` promote.
       out_sharding: as in jax.numpy.matmul.
       bias: array that broadcasts to the result's shape; added in f32 (f64).
       activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu".
-      lhs_scale: scalar that multiplies `a`, such as the scale of an 8-bit tensor; used in f32 (f64).
-      rhs_scale: scalar that multiplies `b`. In the formula, s is the product of both scales.
+      lhs_scale: scalar by which `a` is to be multiplied, as the scale of a tensor of 8-bit floats; f32 (f64).
+      rhs_scale: the same for `b`; s above is the product of both.
 
     Returns:
-      The product, with the same shape as in numpy; never weakly typed.
+      The product, of the shape that numpy gives it; never weakly typed.
 
     Raises:
       TypeError: an operand is a list, or the contracted axes differ.
-      ValueError: an operand is a scalar, `activation` is unknown, `bias` does not broadcast, or a scale has axes.
+      ValueError: an operand is a scalar, `activation` is unknown, `bias` does not broadcast, or a scale is no scalar.
 
     Example:
       >>> import jax.numpy as jnp, jaxops
@@ -163,7 +173,7 @@ def matmul(
 
 
 def _joint_scale(op, lhs_scale, rhs_scale, dtype):
-    """The product of the given scales, in the dtype that sums `dtype` results; None if there are no scales."""
+    """The product of the scales that there are, in the dtype in which results of `dtype` are summed; None of none."""
     scales = []
     for name, scale in (("lhs_scale", lhs_scale), ("rhs_scale", rhs_scale)):
         if scale is None:
@@ -176,9 +186,9 @@ def _joint_scale(op, lhs_scale, rhs_scale, dtype):
 
 
 def _compose(op, reference, operands, out, out_sharding, scale=None, bias=None, activation=None):
-    """XLA's dot with scale, bias and activation, for products without a kernel; never weakly typed.
+    """XLA's dot with scale, bias and activation, for what has no kernel; as the kernels' results not weakly typed.
 
-    Scale, bias and activation get the dot's sums, as in the kernels, not sums rounded to the result's dtype.
+    What follows the dot gets its sums, as in the kernels, not sums rounded to the result's dtype.
     """
     dtype = out.dtype
     if scale is bias is activation is None:
@@ -213,24 +223,24 @@ def dot_general(
 ) -> jax.Array:
     """General contraction with the semantics of :func:`jax.lax.dot_general`, on the kernels of :func:`jaxops.matmul`.
 
-    Pass it wherever a layer or function accepts a dot_general: `flax.linen.Dense(dot_general=jaxops.dot_general)`,
+    Fits wherever a dot_general can be injected: `flax.linen.Dense(dot_general=jaxops.dot_general)`,
     `jax.numpy.einsum(..., _dot_general=jaxops.dot_general)`.
 
     Args:
       lhs: array.
-      rhs: array; if the dtypes differ, both operands promote.
+      rhs: array; dtypes may differ, both are then promoted.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, axes of each operand.
       precision: as in jax.lax.dot_general; see :func:`jaxops.matmul`.
-      preferred_element_type: the result's dtype; by default the operands promote.
+      preferred_element_type: dtype of the result; by default the one to which the operands promote.
       out_sharding: as in jax.lax.dot_general.
-      lhs_scale: scalar that multiplies `lhs`; see :func:`jaxops.matmul`.
-      rhs_scale: scalar that multiplies `rhs`.
+      lhs_scale: scalar by which `lhs` is to be multiplied; see :func:`jaxops.matmul`.
+      rhs_scale: the same for `rhs`.
 
     Returns:
-      The contraction: batch axes first, then lhs's free axes, then rhs's free axes.
+      The contraction: batch axes first, then the free axes of `lhs`, then those of `rhs`.
 
     Raises:
-      TypeError, ValueError: axes do not exist or do not match, as in jax.lax.dot_general; a scale is not a scalar.
+      TypeError, ValueError: as jax.lax.dot_general, for axes that do not exist or do not match; a scale is no scalar.
 
     Example:
       >>> import jax.numpy as jnp, jaxops
@@ -261,7 +271,7 @@ def triangular_dot_general(
     rhs_scale: Any = None,
     triangle: str | None = None,
 ) -> jax.Array:
-    """`dot_general` that may skip a triangle of the product: see `Spec`."""
+    """`dot_general`, of which a triangle need not be multiplied: see `Spec`."""
     lhs, rhs = arguments.array("dot_general", "lhs", lhs), arguments.array("dot_general", "rhs", rhs)
     try:
         numbers = tuple(

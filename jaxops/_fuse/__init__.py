@@ -1,0 +1,103 @@
+"""fuse: any JAX function with what it computes found in its jaxpr and run on jaxops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxops._fuse._report import FuseReport
+from jaxops._fuse._rewrite import Rewriter
+from jaxops._fuse._rules import OPS
+
+__all__ = ["FuseReport", "fuse"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Arrays are; Python's numbers, strings and the like are options, which the function takes as they are."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and getattr(leaf, "dtype", None) != np.dtype(object)
+
+
+def fuse(
+    f: _Function,
+    *,
+    only: str | Iterable[str] | None = None,
+    report: Callable[[FuseReport], Any] | None = None,
+) -> _Function:
+    """The same function with its norms, softmaxes and products on jaxops, however they are written.
+
+    The function is traced to a jaxpr before it is differentiated. Where equations compute what an op of jaxops does,
+    value and derivative, the op takes their place; everything else stays as it is. So it works for models of any
+    library, whose parameters and checkpoints do not change.
+
+    What matches is decided twice: by the structure, and by a comparison of both sides, values and tangents, on small
+    random rows when the function is traced. What differs, what uses an inner value elsewhere (a variance that is
+    returned, too) and what a user's own derivative is given for stays XLA's. 16-bit floats are rounded once, at the
+    end, where the original may round in between.
+
+    The result can be transformed like the function itself, under `jax.jit` or outside of it. jitted functions inside
+    stay functions, compiled once; scans, loops, conditions, `jax.checkpoint` and `jax.shard_map` are looked into, and
+    a checkpoint policy that saves products saves jaxops'. Of a `jax.custom_jvp` or `jax.custom_vjp` only what runs
+    without differentiation is looked into. Fuse before differentiating: `jax.grad(jaxops.fuse(loss))`.
+
+    Args:
+      f: a function of arrays in any structure. Arguments that are no arrays are options, which it takes as they are.
+      only: the op or ops to look for; by default all: "layer_norm", "rms_norm", "softmax", "log_softmax",
+        "dot_general".
+      report: called with a :class:`jaxops.FuseReport` whenever the function is traced; `print` shows it.
+
+    Returns:
+      A function of the same arguments and results. Outside of `jax.jit` each call traces `f` again.
+
+    Raises:
+      TypeError: `f` or `report` is not callable.
+      ValueError: `only` names something else.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxops
+      >>> def layer(x, w, scale):
+      ...     normed = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+      ...     return jax.nn.softmax(normed @ w)
+      >>> reports = []
+      >>> step = jax.jit(jaxops.fuse(layer, report=reports.append))
+      >>> step(jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.ones(4)).shape
+      (2, 8)
+      >>> reports[0].counts
+      {'rms_norm': 1, 'softmax': 1, 'dot_general': 1}
+    """
+    if not callable(f):
+        raise TypeError(f"fuse: f must be callable, got {type(f).__name__}")
+    if report is not None and not callable(report):
+        raise TypeError(f"fuse: report must be callable or None, got {type(report).__name__}")
+    wanted = OPS if only is None else (only,) if isinstance(only, str) else tuple(only)
+    if unknown := [name for name in wanted if name not in OPS]:
+        raise ValueError(f"fuse: only must name ops among {', '.join(OPS)}, got {unknown[0]!r}")
+    rewriter = Rewriter(frozenset(wanted))
+
+    @functools.wraps(f)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        traced = [i for i, leaf in enumerate(leaves) if _is_traced(leaf)]
+        results: list[Any] = []
+        result_structure = None
+
+        def flat(*arrays: Any) -> list[Any]:
+            nonlocal results, result_structure
+            given = dict(zip(traced, arrays, strict=True))
+            args, kwargs = jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
+            results, result_structure = jax.tree.flatten(f(*args, **kwargs))
+            return [leaf for leaf in results if _is_traced(leaf)]
+
+        closed = jax.make_jaxpr(flat)(*(leaves[i] for i in traced))
+        function, found = rewriter(closed.jaxpr, closed.consts)
+        if report is not None:
+            report(found.report())
+        computed = iter(function(*(leaves[i] for i in traced)))
+        return jax.tree.unflatten(result_structure, [next(computed) if _is_traced(x) else x for x in results])
+
+    return fused

@@ -1,0 +1,374 @@
+"""The nodes between two values, which dimension of each is which, and what they compute of small arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxops._fuse._arithmetic import ELEMENTWISE, Dual, evaluate, evaluate_jaxpr
+from jaxops._fuse._graph import COPIES, Graph, Node, Value, is_of_jax
+
+#: The most nodes that are looked at for one match.
+_LIMIT = 300
+
+_MOVES = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "expand_dims", *COPIES})
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max"})
+
+
+class Refusal(Exception):  # noqa: N818 (it is no error)
+    """Why a rule does not match, in words; stage: how far it came."""
+
+    def __init__(self, why: str, stage: int = 0):
+        super().__init__(why)
+        self.stage = stage
+
+
+def widens(node: Node) -> bool:
+    """A cast of a float that loses nothing."""
+    if node.name != "convert_element_type" or not node.inputs[0].is_float:
+        return False
+    given, made = node.inputs[0].dtype, node.avals[0].dtype
+    return jax.numpy.issubdtype(made, np.floating) and np.promote_types(given, made) == made
+
+
+def core(value: Value) -> Value:
+    """What a value is a wider copy of."""
+    while value.name in COPIES or widens(value.node):
+        value = value.inputs[0]
+    return value
+
+
+def untransposed(value: Value) -> Value:
+    """What a value is a wider or a transposed copy of."""
+    value = core(value)
+    while value.name == "transpose":
+        value = core(value.inputs[0])
+    return value
+
+
+def stripped(value: Value, *others: str) -> Value:
+    """Through casts between floats, moves, and the primitives named."""
+    while value.name in _MOVES or value.name in others or _is_cast(value.node):
+        value = value.inputs[0]
+    return value
+
+
+def _is_cast(node: Node) -> bool:
+    return node.name == "convert_element_type" and node.inputs[0].is_float and Value(node, 0).is_float
+
+
+def squared(value: Value) -> Value | None:
+    """x if the value is its square."""
+    node = value.node
+    if node.name == "square" or (node.name == "integer_pow" and node.params["y"] == 2):
+        return node.inputs[0]
+    if node.name == "pow" and node.inputs[1].number() == 2:
+        return node.inputs[0]
+    return node.inputs[0] if node.name == "mul" and node.inputs[0] == node.inputs[1] else None
+
+
+def onward(graph: Graph, value: Value, most: int = 12) -> Iterator[Value]:
+    """The values that follow from one through its only user, the user's only user and so on."""
+    for _ in range(most):
+        users = graph.users_of(value)
+        if len(users) != 1 or users[0] is None or len(users[0].avals) != 1:
+            return
+        if users[0].name not in ELEMENTWISE and users[0].name not in _MOVES:
+            return
+        value = Value(users[0], 0)
+        yield value
+
+
+class _Classes:
+    """Dimensions of values that are one and the same."""
+
+    def __init__(self):
+        self._parent: dict[tuple[Value, int], tuple[Value, int]] = {}
+
+    def find(self, value: Value, dim: int) -> tuple[Value, int]:
+        here = (value, dim)
+        path = []
+        while (above := self._parent.get(here, here)) != here:
+            path.append(here)
+            here = above
+        for step in path:
+            self._parent[step] = here
+        return here
+
+    def of(self, value: Value) -> list[tuple[Value, int]]:
+        return [self.find(value, d) for d in range(len(value.shape))]
+
+    def join(self, a: Value, i: int, b: Value, j: int) -> None:
+        if a.shape[i] != b.shape[j]:
+            raise Refusal(f"{b.name} changes the size of an axis")
+        self._parent[self.find(a, i)] = self.find(b, j)
+
+    def add(self, node: Node) -> None:
+        """What a node says of its operands' and result's dimensions."""
+        out = Value(node, 0)
+        if node.name in ELEMENTWISE or node.name in COPIES or node.name == "custom_jvp_call":
+            for operand in node.inputs:
+                if len(operand.shape) not in (0, len(out.shape)):
+                    raise Refusal(f"the operands of {node.name} differ in rank")
+                for d, size in enumerate(operand.shape):
+                    if size == out.shape[d]:  # else it is 1
+                        self.join(operand, d, out, d)
+            return
+        (operand, *others) = node.inputs
+        if others:
+            raise Refusal(f"{node.name} with a size known only when it runs")
+        match node.name:
+            case "broadcast_in_dim":
+                for i, d in enumerate(node.params["broadcast_dimensions"]):
+                    if operand.shape[i] == out.shape[d]:
+                        self.join(operand, i, out, d)
+            case "transpose":
+                for d, i in enumerate(node.params["permutation"]):
+                    self.join(operand, i, out, d)
+            case "reshape" | "squeeze" | "expand_dims":
+                sides = [[d for d, size in enumerate(v.shape) if size != 1] for v in (operand, out)]
+                if [operand.shape[d] for d in sides[0]] != [out.shape[d] for d in sides[1]]:
+                    raise Refusal("a reshape that splits or joins axes lies between")
+                for i, d in zip(*sides, strict=True):
+                    self.join(operand, i, out, d)
+            case "reduce_sum" | "reduce_max":
+                kept = [i for i in range(len(operand.shape)) if i not in node.params["axes"]]
+                for d, i in enumerate(kept):
+                    self.join(operand, i, out, d)
+            case name:
+                raise Refusal(f"{name} lies between")
+
+
+class Cone:
+    """The nodes between a source and a result, and the values that they read besides.
+
+    Attributes:
+      nodes: in their order, the result's last.
+      leaves: values that do not depend on the source, through casts that lose nothing and broadcasts; no scalars that
+        are known.
+      reduced: the classes of dimensions over which sums or maxima are taken.
+
+    Raises:
+      Refusal: a node is none of those whose value and derivative are known here.
+    """
+
+    def __init__(self, graph: Graph, out: Value, source: Value):
+        self.out, self.source = out, source
+        self.nodes, frontier = _between(out, source)
+        self.classes = _Classes()
+        for node in self.nodes:
+            if node.has_effects or len(node.avals) != 1:
+                raise Refusal(f"{node.name} lies between")
+            self.classes.add(node)
+        self._peeled = {value: self._peel(value) for value in frontier if value.number() is None}
+        self.leaves = list(dict.fromkeys(self._peeled.values()))
+        self.reduced = {
+            self.classes.find(node.inputs[0], a) for node in self.nodes if node.name in _REDUCTIONS for a in _axes(node)
+        }
+        self._check_uses(graph)
+
+    def _peel(self, value: Value) -> Value:
+        while True:
+            node = value.node
+            squeezes = node.name == "broadcast_in_dim" or (
+                node.name in ("reshape", "expand_dims") and math.prod(value.shape) == math.prod(node.inputs[0].shape)
+            )
+            if not (widens(node) or node.name in COPIES or (squeezes and len(node.inputs) == 1)):
+                return value
+            try:
+                self.classes.add(node)
+            except Refusal:
+                return value
+            value = node.inputs[0]
+
+    def _check_uses(self, graph: Graph) -> None:
+        inside = set(self.nodes)
+        carriers: set[Value] = {self.source}
+        for node in self.nodes[:-1]:
+            value = Value(node, 0)
+            if (node.name in _MOVES or _is_cast(node)) and node.inputs[0] in carriers:
+                carriers.add(value)  # nothing is computed twice if others read it
+            elif any(user not in inside for user in graph.users_of(value)):
+                raise Refusal(f"the result of its {node.name} is used elsewhere too", 3)
+
+    @property
+    def computed(self) -> list[Node]:
+        """The nodes of which nothing remains after a replacement."""
+        return self.nodes
+
+    def axes_of(self, value: Value) -> tuple[int, ...]:
+        """The dimensions of a value that are reduced."""
+        return tuple(d for d, c in enumerate(self.classes.of(value)) if c in self.reduced)
+
+    def reduces_alike(self) -> bool:
+        """Whether all sums and maxima are over the same dimensions of the source."""
+        wanted = {self.classes.find(self.source, d) for d in self.axes_of(self.source)}
+        return bool(wanted) and all(
+            {self.classes.find(node.inputs[0], a) for a in _axes(node)} == wanted
+            for node in self.nodes
+            if node.name in _REDUCTIONS
+        )
+
+    def permutation(self) -> tuple[int, ...]:
+        """For each dimension of the result that of the source; a Refusal if they are not the same ones."""
+        places = {c: d for d, c in enumerate(self.classes.of(self.source))}
+        found = tuple(places.get(c, -1) for c in self.classes.of(self.out))
+        if len(places) < len(self.source.shape) or sorted(found) != list(range(len(self.source.shape))):
+            raise Refusal("its axes do not correspond to those of its input")
+        return found
+
+    def places(self, leaf: Value) -> tuple[int | None, ...]:
+        """For each dimension of a leaf that of the source, None for those of size 1; a Refusal if there is another."""
+        places = {c: d for d, c in enumerate(self.classes.of(self.source))}
+        found = tuple(
+            None if size == 1 else places.get(c, -1) for size, c in zip(leaf.shape, self.classes.of(leaf), strict=True)
+        )
+        if -1 in found:
+            raise Refusal("an operand has an axis that the input has not")
+        return found
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for cones that compute the same."""
+        numbers: dict[Value, int] = {self.source: 0, **{leaf: i + 1 for i, leaf in enumerate(self._peeled)}}
+        described = [(self.source.shape, str(self.source.dtype)), *((v.shape, str(v.dtype)) for v in self.leaves)]
+        for node in self.nodes:
+            read = [numbers[v] if v in numbers else (v.number(), str(v.dtype)) for v in node.inputs]
+            params = [(k, str(v)) for k, v in node.params.items() if k in _TELLING]
+            described.append((node.name, tuple(read), tuple(params), node.avals[0].shape, str(node.avals[0].dtype)))
+            numbers[Value(node, 0)] = len(numbers)
+        peeled = tuple(self.leaves.index(leaf) for leaf in self._peeled.values())
+        return (*described, peeled)
+
+    @property
+    def tolerance(self) -> float:
+        """By how much the constants are rounded."""
+        widest = 2e-6
+        for node in self.nodes:
+            for value in node.inputs:
+                number = value.number()
+                if number is None or not value.is_float or not math.isfinite(number):
+                    continue
+                if math.frexp(number)[0] * 16 % 1:  # more than four digits: it was rounded
+                    widest = max(widest, 2 * float(jax.numpy.finfo(value.dtype).eps))
+        return widest
+
+    def small(self, value: Value) -> tuple[int, ...]:
+        """A value's shape with two or three entries along dimensions that are not reduced."""
+        return tuple(
+            size if size == 1 or c in self.reduced else min(size, 3)
+            for size, c in zip(value.shape, self.classes.of(value), strict=True)
+        )
+
+    def evaluate(self, source: Dual, leaves: Sequence[Dual]) -> Dual:
+        """The result on small arrays, without the roundings of casts."""
+        env = {self.source: source}
+        given = dict(zip(self.leaves, leaves, strict=True))
+        for value, leaf in self._peeled.items():
+            env[value] = self._unpeeled(value, leaf, given[leaf])
+        for node in self.nodes:
+            operands = [env[v] if v in env else Dual(np.float64(v.number())) for v in node.inputs]
+            value = Value(node, 0)
+            if node.name == "custom_jvp_call":
+                program = node.params["call_jaxpr"]
+                results = evaluate_jaxpr(program.jaxpr, program.consts, operands)
+                found = results[0] if results else None
+            else:
+                found = evaluate(node.name, node.params, operands, self.small(value))
+            if found is None:
+                raise Refusal(f"{node.name} lies between")
+            env[value] = found
+        return env[self.out]
+
+    def _unpeeled(self, value: Value, leaf: Value, given: Dual) -> Dual:
+        if value == leaf:
+            return given
+        inner = self._unpeeled(value.inputs[0], leaf, given)
+        found = evaluate(value.name, value.node.params, [inner], self.small(value))
+        assert found is not None
+        return found
+
+
+#: The parameters of the known primitives that change what they compute.
+_TELLING = frozenset(
+    {"axes", "permutation", "broadcast_dimensions", "new_dtype", "y", "exponent", "dimension", "name", "dimensions"}
+)
+
+
+def _axes(node: Node) -> tuple[int, ...]:
+    return tuple(node.params["axes"])
+
+
+def _between(out: Value, source: Value) -> tuple[list[Node], list[Value]]:
+    """The nodes that depend on the source and of which `out` is made, in order; what else they read."""
+    depends: dict[Value, bool] = {source: True}
+    first = source.node.index
+    stack = [out]
+    while stack:
+        value = stack[-1]
+        if value in depends:
+            stack.pop()
+            continue
+        node = value.node
+        if node.index < 0 or node.index <= first:
+            depends[value] = False
+            continue
+        pending = [v for v in node.inputs if v not in depends]
+        if len(depends) > _LIMIT:
+            raise Refusal("too much lies between")
+        if pending:
+            stack += pending
+            continue
+        depends[value] = any(depends[v] for v in node.inputs)
+    if not depends[out]:
+        raise Refusal("it does not depend on the input")
+    nodes = sorted({v.node for v, yes in depends.items() if yes and v != source}, key=lambda node: node.index)
+    for node in nodes:
+        if node.name == "custom_jvp_call" and not _is_known_function(node):
+            raise Refusal("a custom_jvp lies between")
+    frontier = dict.fromkeys(v for node in nodes for v in node.inputs if not depends[v])
+    return nodes, list(frontier)
+
+
+def _is_known_function(node: Node) -> bool:
+    """A custom_jvp of JAX's own, such as relu, whose rule is the derivative of what it computes."""
+    return node.name == "custom_jvp_call" and is_of_jax(node.params["call_jaxpr"].jaxpr)
+
+
+def random_operands(cone: Cone, seed: int, scale: float, shift: float) -> tuple[Dual, list[Dual]]:
+    """Rows of the source, and leaves, with tangents, all different."""
+    rng = np.random.default_rng(seed)
+
+    def draw(shape, scale, shift):
+        return Dual(rng.standard_normal(shape) * scale + shift, rng.standard_normal(shape) * scale)
+
+    source = draw(cone.small(cone.source), scale, shift)
+    return source, [draw(cone.small(leaf), 1.0, 0.3) for leaf in cone.leaves]
+
+
+Reference = Callable[..., Dual]
+
+
+def agrees(cone: Cone, reference: Reference, trials: Sequence[tuple[float, float]]) -> bool:
+    """Whether a cone computes what `reference` does, values and tangents, on random rows of several magnitudes.
+
+    trials: standard deviation and mean of the source's entries.
+    """
+    if not all(v.is_float for v in (cone.source, *cone.leaves)):
+        raise Refusal("an operand is not of a floating dtype")
+    if sum(math.prod(cone.small(v)) for v in (cone.source, *cone.leaves)) > 2**22:
+        raise Refusal("its rows are too long for the check")
+    tolerance = cone.tolerance
+    with np.errstate(all="ignore"):
+        for seed, (scale, shift) in enumerate(trials):
+            source, leaves = random_operands(cone, seed, scale, shift)
+            got, wanted = cone.evaluate(source, leaves), reference(source, *leaves)
+            for a, b in ((got.value, wanted.value), (got.tangent, wanted.tangent)):
+                if a.shape != b.shape or not np.isfinite(b).all():
+                    return False
+                if not np.abs(a - b).max(initial=0) <= tolerance * max(np.abs(b).max(initial=0), 1e-30):
+                    return False
+    return True

@@ -1,0 +1,240 @@
+"""A jaxpr as a graph, in which rules look for ops: who uses a value, and what JAX's own small functions consist of."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+
+from jaxops._fuse._arithmetic import Dual, evaluate
+
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+#: A jitted function of so many equations at most, without a product or a loop, is seen through, whoever wrote it.
+_SMALL = 16
+
+
+#: Primitives that give their operand; `pvary` only types it, inside of a shard_map.
+COPIES = frozenset({"copy", "copy_p", "pvary", "pcast"})
+
+
+class Value(NamedTuple):
+    """The i-th result of a node."""
+
+    node: Node
+    i: int
+
+    @property
+    def aval(self) -> ShapedArray:
+        return self.node.avals[self.i]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.aval.dtype
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def is_float(self) -> bool:
+        return jax.numpy.issubdtype(self.dtype, np.floating)
+
+    @property
+    def inputs(self) -> list[Value]:
+        return self.node.inputs
+
+    def number(self) -> float | None:
+        """The value if it is a scalar known at trace time, or an array filled with one."""
+        value, dtypes = self, []
+        while value.name in ("broadcast_in_dim", "convert_element_type", "reshape", *COPIES):
+            dtypes.append(value.dtype)
+            value = value.inputs[0]
+        found = value.node.params.get("value") if value.name == "constant" else None
+        if found is None or isinstance(found, jax.core.Tracer) or np.ndim(found) or not _is_real(value.dtype):
+            return None
+        number = np.asarray(found)
+        for dtype in reversed(dtypes):  # the roundings on the way
+            number = number.astype(dtype)
+        return float(number)
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """An equation; or an input or a constant, which has no primitive."""
+
+    name: str
+    primitive: Primitive | None
+    inputs: list[Value]
+    params: dict[str, Any]
+    avals: list[ShapedArray]
+    index: int = -1
+    has_effects: bool = False
+    #: Its line and names, and the settings under which it was traced.
+    source: Any = None
+    names: Any = None
+    context: Any = None
+
+    @property
+    def line(self) -> str:
+        """Where in the user's code it is."""
+        return source_info_util.summarize(self.source) if self.source is not None else ""
+
+
+def _is_real(dtype: Any) -> bool:
+    """Whether numbers of the dtype are real, or truth values."""
+    return dtype == np.bool_ or any(jax.numpy.issubdtype(dtype, kind) for kind in (np.floating, np.integer))
+
+
+def constant(value: Any, aval: ShapedArray) -> Value:
+    return Value(Node("constant", None, [], {"value": value}, [aval]), 0)
+
+
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, Jaxpr):
+                yield item
+
+
+def is_jit(equation_or_node: JaxprEqn | Node) -> bool:
+    return equation_or_node.primitive is not None and equation_or_node.primitive.name in ("jit", "pjit")
+
+
+def is_of_jax(jaxpr: Jaxpr) -> bool:
+    """Whether the function that the jaxpr was traced from is one of JAX's own."""
+    where = getattr(jaxpr.debug_info, "func_src_info", None) or ""
+    return where.rpartition(" at ")[2].startswith(_JAX)
+
+
+def _is_small(jaxpr: Jaxpr) -> bool:
+    """A few equations, and none for which anybody would compile a function once."""
+    count = 0
+    for equation in jaxpr.eqns:
+        inner = list(inner_jaxprs(equation.params))
+        if equation.primitive.name == "dot_general" or (inner and not is_jit(equation)):
+            return False
+        if not all(map(_is_small, inner)):
+            return False
+        count += sum(len(program.eqns) for program in inner) or 1
+    return count <= _SMALL
+
+
+def _is_transparent(equation: JaxprEqn) -> bool:
+    """Whether a jit is no boundary to keep: a function of JAX's own or a small one, nothing placed or donated."""
+    if not is_jit(equation):
+        return equation.primitive.name in ("closed_call", "core_call")
+    params, jaxpr = equation.params, equation.params["jaxpr"].jaxpr
+    unspecified = all(
+        type(sharding).__name__ == "UnspecifiedValue"
+        for sharding in (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    )
+    placed = any(x is not None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ())))
+    if not unspecified or placed or any(params.get("donated_invars", ())) or params.get("compiler_options_kvs"):
+        return False
+    return is_of_jax(jaxpr) or _is_small(jaxpr)
+
+
+_FOLDED = frozenset(
+    ["add", "sub", "mul", "div", "neg", "max", "min", "gt", "ge", "lt", "le", "eq", "ne", "convert_element_type"]
+)
+
+
+class Graph:
+    """The nodes of a jaxpr in their order, transparent jits inlined, computations of known scalars folded."""
+
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]):
+        self.nodes: list[Node] = []
+        self.inputs = [Value(Node("input", None, [], {}, [v.aval]), 0) for v in jaxpr.invars]
+        self.outputs = self._add(jaxpr, consts, self.inputs, None, None)
+        self._find_users()
+
+    def _add(
+        self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], names: Any, source: Any
+    ) -> list[Value]:
+        """source: the equation that calls one of JAX's own functions, whose lines tell a user nothing."""
+        env = dict(zip(jaxpr.invars, inputs, strict=True))
+        env |= {v: constant(c, v.aval) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+
+        def read(atom):
+            return constant(atom.val, atom.aval) if isinstance(atom, Literal) else env[atom]
+
+        for equation in jaxpr.eqns:
+            given = [read(atom) for atom in equation.invars]
+            stack = equation.source_info.name_stack
+            stack = stack if names is None else names + stack
+            if _is_transparent(equation):
+                inner = equation.params.get("jaxpr") or equation.params["call_jaxpr"]
+                program, values = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
+                caller = source or (equation.source_info if is_of_jax(program) else None)
+                results = self._add(program, values, given, stack, caller)
+            else:
+                results = _folded(equation, given) or self._node(equation, given, stack, source)
+            env.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _node(self, equation: JaxprEqn, inputs: list[Value], names: Any, source: Any) -> list[Value]:
+        node = Node(
+            name=equation.primitive.name,
+            primitive=equation.primitive,
+            inputs=inputs,
+            params=equation.params,
+            avals=[v.aval for v in equation.outvars],
+            index=len(self.nodes),
+            has_effects=bool(equation.effects),
+            source=source or equation.source_info,
+            names=names,
+            context=equation.ctx,
+        )
+        self.nodes.append(node)
+        return [Value(node, i) for i in range(len(node.avals))]
+
+    def _find_users(self) -> None:
+        """Of each value, the nodes that read it and are needed themselves; None stands for the program's results."""
+        self.users: dict[Value, list[Node | None]] = {}
+        needed = {value.node for value in self.outputs}
+        for value in self.outputs:
+            self.users.setdefault(value, []).append(None)
+        self.live: list[Node] = []
+        for node in reversed(self.nodes):
+            if node not in needed and not node.has_effects:
+                continue
+            self.live.append(node)
+            for value in dict.fromkeys(node.inputs):
+                self.users.setdefault(value, []).append(node)
+                needed.add(value.node)
+        self.live.reverse()
+
+    def users_of(self, value: Value) -> list[Node | None]:
+        return self.users.get(value, [])
+
+
+def _folded(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value] | None:
+    """What is known of an equation without running it; `jnp.var` hands its ddof to a jit, and chooses by it."""
+    name, avals = equation.primitive.name, [v.aval for v in equation.outvars]
+    if name == "select_n" and (which := inputs[0].number()) is not None:
+        chosen = inputs[1 + int(which)]
+        return [chosen] if chosen.aval.shape == avals[0].shape else None
+    if name not in _FOLDED or avals[0].shape or equation.effects:
+        return None
+    numbers = [value.number() for value in inputs]
+    if None in numbers or not all(value.name == "constant" for value in inputs):
+        return None
+    if not _is_real(avals[0].dtype):
+        return None
+    known = [np.asarray(value.node.params["value"]) for value in inputs]
+    found = evaluate(name, equation.params, [Dual(x.astype(np.float64)) for x in known])
+    return None if found is None else [constant(np.asarray(found.value).astype(avals[0].dtype), avals[0])]

@@ -1,0 +1,48 @@
+"""What a rule finds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jaxops._fuse._cone import Cone, Reference, agrees
+from jaxops._fuse._graph import Graph, Node, Value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Match:
+    """A value that one of jaxops' ops computes.
+
+    Attributes:
+      op: the name of jaxops' function.
+      out: the value.
+      operands: what `build` takes.
+      build: gives the value, of the same shape and dtype, from arrays.
+      nodes: what is not computed any more.
+      note: what of the model is in it besides the op's own name says, such as "with bias and gelu".
+    """
+
+    op: str
+    out: Value
+    operands: tuple[Value, ...]
+    build: Callable[..., jax.Array]
+    nodes: Sequence[Node]
+    note: str = ""
+
+
+class Search:
+    """A graph in which rules look, what they have taken, and which checks were made."""
+
+    def __init__(self, graph: Graph, checked: dict):
+        self.graph = graph
+        self.taken: set[Node] = set()
+        self._checked = checked
+
+    def agrees(self, cone: Cone, what: tuple, reference: Reference, trials: Sequence[tuple[float, float]]) -> bool:
+        """As `agrees`; what: the reference, hashable. Layers that are alike are checked once."""
+        key = (*cone.key(), what)
+        if key not in self._checked:
+            self._checked[key] = agrees(cone, reference, trials)
+        return self._checked[key]

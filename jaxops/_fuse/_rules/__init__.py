@@ -1,0 +1,64 @@
+"""The rules, the most far-reaching first: what one takes the next cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from jaxops._fuse._cone import Refusal
+from jaxops._fuse._graph import Node
+from jaxops._fuse._match import Match, Search
+from jaxops._fuse._rules import _norms, _products, _softmaxes
+
+
+class Rule(NamedTuple):
+    """One family: the ops that it finds, the primitives at which it looks, and what looks like one of them."""
+
+    ops: tuple[str, ...]
+    anchors: frozenset[str]
+    find: Callable[[Search, Node], Match | None]
+    is_near: Callable[[Node], str | None]
+
+
+RULES = (
+    Rule(("layer_norm", "rms_norm"), _norms.ANCHORS, _norms.find, _norms.is_near),
+    Rule(("softmax", "log_softmax"), _softmaxes.ANCHORS, _softmaxes.find, _softmaxes.is_near),
+    Rule(("dot_general",), _products.ANCHORS, _products.find, _products.is_near),
+)
+
+#: The ops that `only` may name.
+OPS = tuple(op for rule in RULES for op in rule.ops)
+
+
+class Miss(NamedTuple):
+    """What looks like an op of jaxops, and why it is none."""
+
+    what: str
+    node: Node
+    why: str
+
+
+def search(within: Search, only: frozenset[str]) -> Iterator[Match | Miss]:
+    """The matches of a graph, none of which share a node, and the near misses."""
+    refused: dict[Node, tuple[Rule, str]] = {}
+    for rule in RULES:
+        if not only & set(rule.ops):
+            continue
+        for node in within.graph.live:
+            if node.name not in rule.anchors or node in within.taken:
+                continue
+            try:
+                match = rule.find(within, node)
+                if match is not None and match.op not in only:
+                    continue
+                if match is not None and not within.taken.isdisjoint(match.nodes):
+                    raise Refusal("a part of it is in another match")
+            except Refusal as why:
+                refused.setdefault(node, (rule, str(why)))
+                continue
+            if match is not None:
+                within.taken.update(match.nodes)
+                yield match
+    for node, (rule, why) in refused.items():
+        if node not in within.taken and (what := rule.is_near(node)):
+            yield Miss(what, node, why)

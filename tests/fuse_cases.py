@@ -1,0 +1,524 @@
+"""Spellings of jaxops' ops in plain JAX, which `fuse` must find, and deceptions, which it must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SPELLINGS: dict[str, Case] = {}
+DECEPTIONS: dict[str, Case] = {}
+
+
+class Case(NamedTuple):
+    """A function, the shapes of its operands, and what `fuse` finds in it.
+
+    A deception names the family that it deceives; of that it has nothing.
+    """
+
+    function: Callable[..., jax.Array]
+    shapes: tuple[tuple[int, ...], ...]
+    counts: dict[str, int]
+
+
+ROWS, PARAMETERS = (3, 8), (8,)
+SQUARE = (8, 8)
+
+
+def spelling(*shapes, **counts):
+    def register(function):
+        assert function.__name__ not in SPELLINGS
+        SPELLINGS[function.__name__] = Case(function, shapes, counts)
+        return function
+
+    return register
+
+
+def deception(family, *shapes):
+    def register(function):
+        assert function.__name__ not in DECEPTIONS
+        DECEPTIONS[function.__name__] = Case(function, shapes, dict.fromkeys(family.split(), 0))
+        return function
+
+    return register
+
+
+def mean_square(x, axis=-1):
+    return jnp.mean(jnp.square(x), axis, keepdims=True)
+
+
+# RMSNorm.
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_scale_last(x, scale):
+    return x * lax.rsqrt(mean_square(x) + 1e-6) * scale
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_scale_with_the_root(x, scale):
+    return (x - 0) * (lax.rsqrt(mean_square(x) + 1e-6) * scale)
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_scale_first(x, scale):
+    return (scale * x) * lax.rsqrt(mean_square(x) + 1e-6)
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_one_plus_scale(x, scale):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * (1 + scale)
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_one_plus_scale_broadcast(x, scale):
+    return x * lax.rsqrt(mean_square(x) + 1e-6) * (1 + jnp.expand_dims(scale, 0))
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_divided_by_sqrt(x, scale):
+    """As the Llama of transformers."""
+    variance = jnp.power(jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)), 2).mean(-1, keepdims=True)
+    return scale * jnp.asarray(x / jnp.sqrt(variance + 1e-6), dtype=x.dtype)
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_reciprocal_root(x, scale):
+    return x * (1 / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)) * scale
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_power(x, scale):
+    return x * (mean_square(x) + 1e-6) ** -0.5 * scale
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_sum_times_constant(x, scale):
+    return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) * (1 / 8) + 1e-6) * scale
+
+
+@spelling(ROWS, rms_norm=1)
+def rms_mean_broadcast_first(x):
+    mean = jnp.broadcast_to(jnp.mean(jnp.square(x), -1)[:, None], x.shape)
+    return x * lax.rsqrt(mean + jnp.asarray(1e-6, x.dtype))
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_of_a_row_mapped(x, scale):
+    return jax.vmap(lambda row: row * lax.rsqrt(jnp.mean(row * row) + 1e-6) * scale)(x)
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_of_a_row_mapped_behind(x, scale):
+    return jax.vmap(lambda row: row * lax.rsqrt(jnp.mean(row * row) + 1e-6) * scale, 0, 1)(x)
+
+
+@spelling((8, 3), (8,), rms_norm=1)
+def rms_of_columns_mapped(x, scale):
+    return jax.vmap(lambda column: column * lax.rsqrt(jnp.mean(column * column) + 1e-6) * scale, 1)(x)
+
+
+@spelling((2, 8, 3), layer_norm=1)
+def layer_of_columns_mapped(x):
+    def of_rows(rows):
+        centred = rows - rows.mean(-1, keepdims=True)
+        return centred * lax.rsqrt(mean_square(centred) + 1e-6)
+
+    return jax.vmap(of_rows, 2)(x)
+
+
+@spelling((8, 3), (8,), rms_norm=1)
+def rms_of_columns(x, scale):
+    return x * lax.rsqrt(mean_square(x, 0) + 1e-6) * scale[:, None]
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_wide_inside(x, scale):
+    """As gemma's."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * lax.rsqrt(mean_square(wide) + 1e-6)).astype(x.dtype) * (1 + scale)
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_in_a_jitted_function(x, scale):
+    return jax.jit(rms_scale_last)(x, scale)
+
+
+@spelling(ROWS, rms_norm=1)
+def rms_scaled_by_rows_after(x):
+    return x * lax.rsqrt(mean_square(x) + 1e-6) * jnp.arange(3.0, dtype=x.dtype)[:, None]
+
+
+# Layer norm.
+
+
+@spelling(ROWS, PARAMETERS, PARAMETERS, layer_norm=1)
+def layer_slow(x, scale, bias):
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    return centred * lax.rsqrt(mean_square(centred) + 1e-6) * scale + bias
+
+
+@spelling(ROWS, PARAMETERS, PARAMETERS, layer_norm=1)
+def layer_fast(x, scale, bias):
+    """As Flax's."""
+    mean = jnp.mean(x, -1)
+    variance = jnp.maximum(0.0, jnp.mean(lax.square(x), -1) - lax.square(mean))
+    y = x - jnp.expand_dims(mean, -1)
+    return y * (lax.rsqrt(jnp.expand_dims(variance, -1) + 1e-6) * scale) + bias
+
+
+@spelling(ROWS, PARAMETERS, PARAMETERS, layer_norm=1)
+def layer_var(x, scale, bias):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5) * scale + bias
+
+
+@spelling(ROWS, PARAMETERS, PARAMETERS, layer_norm=1)
+def layer_of_a_row_mapped(x, scale, bias):
+    """As equinox's."""
+
+    def of_row(row):
+        mean = jnp.mean(row, keepdims=True)
+        variance = jnp.maximum(jnp.var(row, keepdims=True), 0)
+        return scale * ((row - mean) * lax.rsqrt(variance + 1e-5)) + bias
+
+    return jax.vmap(of_row)(x)
+
+
+@spelling(ROWS, PARAMETERS, PARAMETERS, layer_norm=1)
+def layer_scale_and_root_first(x, scale, bias):
+    """As haiku's."""
+    mean = jnp.mean(x, -1, keepdims=True)
+    root = scale * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
+    return root * (x - mean) + bias
+
+
+@spelling(ROWS, layer_norm=1)
+def layer_standardized(x):
+    return jax.nn.standardize(x, epsilon=1e-5)
+
+
+@spelling(ROWS, PARAMETERS, layer_norm=1)
+def layer_without_offset(x, scale):
+    return jax.nn.standardize(x, epsilon=1e-5) * scale
+
+
+@spelling((2, 3, 4), (3, 4), (3, 4), layer_norm=1)
+def layer_two_axes(x, scale, bias):
+    mean = x.mean((1, 2), keepdims=True)
+    return (x - mean) * lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-5) * scale + bias
+
+
+@spelling((2, 4, 3), (4,), layer_norm=1)
+def layer_middle_axis_moved(x, bias):
+    return jnp.swapaxes((x - x.mean(1, keepdims=True)) / jnp.sqrt(x.var(1, keepdims=True) + 1e-5), 1, 2) + bias
+
+
+@spelling(ROWS, PARAMETERS, layer_norm=1)
+def layer_of_a_sum(x, y):
+    total = x + y
+    centred = total - total.mean(-1, keepdims=True)
+    return centred * lax.rsqrt(mean_square(centred) + 1e-5)
+
+
+@spelling(ROWS, PARAMETERS, rms_norm=1)
+def rms_of_a_difference(x, y):
+    difference = x - y
+    return difference * lax.rsqrt(mean_square(difference) + 1e-5)
+
+
+# softmax and log_softmax.
+
+
+@spelling(ROWS, softmax=1)
+def softmax_of_jax(x):
+    return jax.nn.softmax(x)
+
+
+@spelling((3, 8, 2), softmax=1)
+def softmax_middle_axis(x):
+    return jax.nn.softmax(x, 1)
+
+
+@spelling((3, 4, 2), softmax=1)
+def softmax_two_axes(x):
+    return jax.nn.softmax(x, (0, 2))
+
+
+@spelling((3, 8, 2), softmax=1)
+def softmax_mapped(x):
+    return jax.vmap(jax.nn.softmax, -1)(x)
+
+
+@spelling(ROWS, softmax=1)
+def softmax_wide_inside(x):
+    return jax.nn.softmax(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
+
+
+@spelling(ROWS, softmax=1)
+def softmax_by_hand(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@spelling(ROWS, softmax=1)
+def softmax_by_reciprocal(x):
+    e = jnp.exp(x - lax.stop_gradient(x.max(-1, keepdims=True)))
+    return e * (1 / e.sum(-1, keepdims=True))
+
+
+@spelling(ROWS, softmax=1)
+def softmax_of_logsumexp(x):
+    return jnp.exp(x - jax.nn.logsumexp(x, -1, keepdims=True))
+
+
+@spelling(ROWS, log_softmax=1)
+def log_softmax_of_jax(x):
+    return jax.nn.log_softmax(x)
+
+
+@spelling((3, 8, 2), log_softmax=1)
+def log_softmax_mapped(x):
+    return jax.vmap(lambda x: jax.nn.log_softmax(x, 0))(x)
+
+
+@spelling(ROWS, log_softmax=1)
+def log_softmax_of_logsumexp(x):
+    return x - jax.nn.logsumexp(x, -1, keepdims=True)
+
+
+@spelling(ROWS, log_softmax=1)
+def log_softmax_by_hand(x):
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - jnp.log(jnp.exp(shifted).sum(-1, keepdims=True))
+
+
+# Products.
+
+
+@spelling((3, 8), (8, 4), dot_general=1)
+def product(x, w):
+    return x @ w
+
+
+@spelling((2, 3, 8), (2, 8, 4), dot_general=1)
+def product_batched(x, w):
+    return x @ w
+
+
+@spelling((2, 3, 4, 2), (4, 2, 5), dot_general=1)
+def product_einsum(x, w):
+    return jnp.einsum("bthd,hdo->bto", x, w)
+
+
+@spelling((3, 8), (4, 8), dot_general=1)
+def product_mapped(x, w):
+    return jax.vmap(lambda row: w @ row)(x)
+
+
+@spelling((3, 8), (8,), dot_general=1)
+def product_of_a_vector(x, w):
+    return x @ w
+
+
+# What looks like a norm.
+
+
+@deception("rms_norm layer_norm", ROWS)
+def norm_root_without_gradient(x):
+    return x * lax.stop_gradient(lax.rsqrt(mean_square(x) + 1e-6))
+
+
+@deception("layer_norm", ROWS)
+def norm_mean_without_gradient(x):
+    centred = x - lax.stop_gradient(jnp.mean(x, -1, keepdims=True))
+    return centred * lax.rsqrt(mean_square(centred) + 1e-6)
+
+
+@deception("layer_norm", ROWS)
+def norm_mean_clipped(x):
+    centred = x - jnp.maximum(jnp.mean(x, -1, keepdims=True), 0)
+    return centred * lax.rsqrt(mean_square(centred) + 1e-6)
+
+
+@deception("layer_norm rms_norm", SQUARE)
+def norm_mean_of_the_other_axis(x):
+    return x * lax.rsqrt(jnp.mean(x * x, 0) + 1e-6)[:, None]
+
+
+@deception("layer_norm", SQUARE)
+def norm_mean_and_variance_of_different_axes(x):
+    return (x - x.mean(0, keepdims=True)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-6)
+
+
+@deception("rms_norm layer_norm", ROWS)
+def norm_sum_instead_of_mean(x):
+    return x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+
+
+@deception("layer_norm rms_norm", ROWS)
+def norm_one_less_to_divide_by(x):
+    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, ddof=1, keepdims=True) + 1e-6)
+
+
+@deception("rms_norm layer_norm", ROWS, ROWS)
+def norm_of_another_array(x, y):
+    return x * lax.rsqrt(mean_square(y) + 1e-6)
+
+
+@deception("rms_norm layer_norm", ROWS)
+def norm_epsilon_outside(x):
+    return x / (jnp.sqrt(mean_square(x)) + 1e-3)
+
+
+@deception("rms_norm layer_norm", ROWS)
+def norm_epsilon_as_maximum(x):
+    return x * lax.rsqrt(jnp.maximum(mean_square(x), 1e-3))
+
+
+@deception("rms_norm layer_norm", ROWS, ())
+def norm_epsilon_traced(x, epsilon):
+    return x * lax.rsqrt(mean_square(x) + jnp.square(epsilon))
+
+
+@deception("layer_norm rms_norm", ROWS)
+def norm_variance_used_elsewhere(x):
+    variance = mean_square(x) + 1e-6
+    return x * lax.rsqrt(variance) + variance
+
+
+@deception("layer_norm rms_norm", ROWS)
+def norm_mean_added_back(x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) + mean
+
+
+@deception("rms_norm layer_norm", ROWS)
+def norm_of_absolute_values(x):
+    return jnp.abs(x) * lax.rsqrt(mean_square(x) + 1e-6)
+
+
+@deception("rms_norm layer_norm", ROWS)
+def norm_doubled(x):
+    return x * (lax.rsqrt(mean_square(x) + 1e-6) * 2.0).sum()
+
+
+@deception("rms_norm", ROWS, ROWS)
+def norm_scale_of_each_row(x, scale):
+    return (scale * x) * lax.rsqrt(mean_square(x) + 1e-6)
+
+
+@deception("rms_norm layer_norm", ROWS)
+def norm_of_cubes(x):
+    return x * lax.rsqrt(jnp.mean(jnp.abs(x) ** 3, -1, keepdims=True) + 1e-6)
+
+
+# What looks like a softmax.
+
+
+@deception("softmax log_softmax", ROWS)
+def softmax_without_maximum(x):
+    e = jnp.exp(x)
+    return e / e.sum(-1, keepdims=True)
+
+
+@deception("softmax log_softmax", SQUARE)
+def softmax_sum_of_the_other_axis(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(0)[:, None]
+
+
+@deception("softmax log_softmax", SQUARE)
+def softmax_maximum_of_the_other_axis(x):
+    e = jnp.exp(x - x.max(0, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+@deception("softmax log_softmax", ROWS)
+def softmax_maximum_of_everything(x):
+    e = jnp.exp(x - x.max())
+    return e / e.sum(-1, keepdims=True)
+
+
+@deception("softmax log_softmax", ROWS, ROWS)
+def softmax_maximum_of_another_array(x, y):
+    e = jnp.exp(x - y.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@deception("softmax log_softmax", ROWS)
+def softmax_sum_without_gradient(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / lax.stop_gradient(e.sum(-1, keepdims=True))
+
+
+@deception("softmax log_softmax", ROWS)
+def softmax_off_by_one(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / (1 + e.sum(-1, keepdims=True))
+
+
+@deception("softmax log_softmax", ROWS)
+def softmax_base_two(x):
+    e = jnp.exp2(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@deception("softmax log_softmax", ROWS)
+def softmax_exponentials_used_elsewhere(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True) + e
+
+
+@deception("softmax log_softmax", ROWS)
+def softmax_squared_sum(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True) ** 2
+
+
+@deception("softmax log_softmax", ROWS)
+def softmax_exponentials_without_gradient(x):
+    e = jnp.exp(x - x.max(-1, keepdims=True))
+    return e / lax.stop_gradient(e).sum(-1, keepdims=True)
+
+
+@deception("log_softmax softmax", ROWS)
+def log_softmax_base_two(x):
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - jnp.log2(jnp.exp(shifted).sum(-1, keepdims=True))
+
+
+@deception("log_softmax softmax", ROWS)
+def log_softmax_maximum_added_twice(x):
+    return x - (jax.nn.logsumexp(x, -1, keepdims=True) + x.max(-1, keepdims=True))
+
+
+# What looks like a product with a contraction of floats.
+
+
+@deception("dot_general", (3,), (4,))
+def product_outer(x, w):
+    return jnp.einsum("i,j->ij", x, w)
+
+
+@deception("dot_general", ROWS, PARAMETERS)
+def product_scaling(x, w):
+    return jnp.einsum("ij,j->ij", x, w)
+
+
+@deception("dot_general", ROWS, (8, 4))
+def product_of_integers(x, w):
+    return ((x > 0).astype(jnp.int32) @ (w > 0).astype(jnp.int32)) * x.sum()
+
+
+@deception("dot_general", ROWS, (8, 4))
+def product_of_complex_numbers(x, w):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.real(lax.complex(x.astype(wide), x.astype(wide)) @ w.astype(wide)).astype(x.dtype)
+
+
+@deception("dot_general", ROWS, (8, 4))
+def product_as_a_sum(x, w):
+    return (x[:, :, None] * w).sum(1)
