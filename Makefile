@@ -1,8 +1,4 @@
-# make build | test | test-all | matrix | fuzz | accuracy | compatibility | emulate | sanitize | sanitize-gpu | demo |
-# bench OP=softmax | docs | wheel | reproducible | fmt | lint
-# PYTHON chooses the interpreter (3.11 or newer), JAX a version of jax (0.10.0, 0.11.2, ...; default: the newest
-# supported one); each pair gets an environment of its own. CUDA=ON builds the GPU half, CUDA=OFF leaves it out; by default
-# it is built where there is an NVIDIA GPU. ARGS is handed to the demo, the tests and the benchmarks.
+# `make help` lists the targets and variables. A target's comment after ## is its line there.
 PYTHON ?= python3
 JAX ?=
 ARGS ?=
@@ -13,17 +9,29 @@ CUDA_ARCHITECTURES ?=
 python_version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 VENV ?= .venv/python$(python_version)-jax$(or $(JAX),latest)
 python := $(VENV)/bin/python
-# With an NVIDIA driver here, jax comes with its CUDA plugin, and the GPU half is built.
+# If this machine has an NVIDIA driver, install jax with its CUDA plugin and build the GPU half.
 driver := $(wildcard /proc/driver/nvidia/version)
 jax := jax$(if $(driver),[cuda13])$(if $(JAX),==$(JAX))
 gpu_half = $(or $(CUDA),$(if $(driver),,OFF))
 headers := build/ffi_headers
-# The tests run in a process for each processor, eight at most; where there is a GPU, which they would share, in one.
+# Tests use one process a processor, at most eight. With a GPU they use one, because processes would share the GPU.
 processes = $(if $(driver),,-n $(shell n=$$(nproc); echo $$((n < 8 ? n : 8))))
 
-.PHONY: build test test-all matrix fuzz accuracy compatibility demo bench emulate sanitize sanitize-gpu docs wheel \
-  reproducible fmt lint clean
+.PHONY: help build test test-all matrix fuzz accuracy compatibility demo bench emulate sanitize sanitize-gpu docs \
+  wheel reproducible fmt lint clean
 .DEFAULT_GOAL := build
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo 'Variables, as in make test PYTHON=python3.12 JAX=0.11.2:'
+	@echo '  PYTHON              interpreter, 3.11 or newer (python3)'
+	@echo '  JAX                 version of jax (the newest supported one)'
+	@echo '  CUDA                ON builds the GPU half, OFF leaves it out (ON if there is an NVIDIA GPU)'
+	@echo '  CUDA_ARCHITECTURES  90a-real, "80-real;90a-real", release, ... (the GPUs of this machine)'
+	@echo '  ARGS                arguments of the tests, the demo, the benchmarks'
+	@echo '  OP                  op to benchmark (all)'
+	@echo 'Each pair of PYTHON and JAX has its own environment in .venv/.'
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,15 +39,15 @@ $(VENV)/ready: pyproject.toml
 	$(python) -m pip install --progress-bar on --quiet '$(jax)' $$($(python) tools/requirements.py runtime build demo test lint)
 	touch $@
 
-# The FFI headers alone of the oldest supported jaxlib, beside whatever jaxlib the environment has.
+# FFI headers of the oldest supported jaxlib, whatever jaxlib the environment has.
 $(headers)/ready: pyproject.toml | $(VENV)/ready
 	$(python) -m pip install --quiet --no-deps --only-binary=:all: --python-version 3.12 --upgrade \
 	  --target $(headers) "$$($(python) tools/requirements.py headers)"
 	touch $@
 
-# Incremental: ninja rebuilds what changed. What says for which Python, options and compilers the folder was made goes
-# first; the objects of the handlers depend on no Python, and stay.
-build: $(VENV)/ready $(headers)/ready
+# Ninja rebuilds only changed files. The cache of the Python, options and compilers is removed first; the handlers'
+# objects do not depend on Python, so they stay.
+build: $(VENV)/ready $(headers)/ready ## Build and install jaxops, editable, into .venv/ (the default)
 	@$(if $(CUDA)$(driver),:,echo 'No NVIDIA GPU here: the GPU half is left out. CUDA=ON builds it.')
 	rm -f build/cmake/CMakeCache.txt build/cmake/.skbuild-info.json
 	$(python) -m pip install --quiet --no-build-isolation --no-deps --editable . \
@@ -47,68 +55,58 @@ build: $(VENV)/ready $(headers)/ready
 	  $(if $(gpu_half),--config-settings=cmake.define.JAXOPS_CUDA=$(gpu_half)) \
 	  $(if $(CUDA_ARCHITECTURES),--config-settings='cmake.define.JAXOPS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)')
 
-test: build
+test: build ## Run the tests without the slow ones
 	$(python) -m pytest $(or $(ARGS),$(processes))
 
-# With the slow tests.
-test-all: build
+test-all: build ## Run all tests
 	$(python) -m pytest -m '' $(or $(ARGS),$(processes))
 
-# Every op under every transformation of JAX, on the devices here.
-matrix: build
+matrix: build ## Run every op under every JAX transformation
 	$(python) tests/transformations.py $(ARGS)
 
-# Random calls of every op against float64. make fuzz ARGS='softmax --cases 500 --seed 1'
-fuzz: build
+fuzz: build ## Compare random calls with float64; ARGS='softmax --cases 500 --seed 1'
 	$(python) tests/fuzz.py $(ARGS)
 
-# The errors of every op on this device, into benchmarks/results/accuracy.csv and docs/accuracy.md.
-accuracy: build
+accuracy: build ## Measure errors on this device and rewrite docs/accuracy.md
 	$(python) tests/accuracy.py $(ARGS)
 
-# The tests that depend on versions, for every Python here with every supported minor version of jax.
-compatibility:
+compatibility: ## Run version-dependent tests with every Python here and every supported jax
 	$(PYTHON) tools/compatibility.py $(ARGS)
 
-demo: build
+demo: build ## Compare every op with jax.nn, then train a small model with and without jaxops
 	$(python) -m benchmarks.demo $(ARGS)
 
-bench: build
+bench: build ## Benchmark an op beside XLA; OP=softmax
 	$(python) -m benchmarks $(OP) $(ARGS)
 
-# The row kernels for CUDA on this machine's processor, each of their threads a fiber: their results, without a GPU. Needs
-# the CUDA toolkit's headers.
-emulate: build
+# Each GPU thread becomes a fiber. Needs the CUDA toolkit's headers, but no GPU.
+emulate: build ## Test the CUDA row kernels on the CPU
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include JOBS=2 tools/variant.sh $(python) emulate -DJAXOPS_EMULATE=ON -- \
 	  tests/test_softmax.py tests/test_logits.py tests/test_norm.py tests/test_rows.py tests/test_contract.py \
 	  tests/test_fuzz.py tests/test_frames.py \
 	  -k 'not matmul and not cuda and not memory_of_some_rows and not depend_on_threads' $(ARGS)
 
-# The CPU handlers compiled with sanitizers: on call frames of every row length and malformed ones; and through JAX, which
-# knows nothing of ThreadSanitizer.
-sanitize: build
+# With AddressSanitizer the tests also call the handlers through JAX. JAX does not support ThreadSanitizer, so with it
+# they only call the handlers directly, with call frames of every row length and malformed ones.
+sanitize: build ## Test the CPU handlers under sanitizers
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) address,undefined -m '' \
 	  tests/test_frames.py tests/test_softmax.py tests/test_logits.py tests/test_norm.py -k 'not cuda' $(ARGS)
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) thread -m '' \
 	  tests/test_frames.py -k 'not cuda' $(ARGS)
 
-# The GPU handlers under compute-sanitizer. make sanitize-gpu ARGS='--only "memcheck matmul"'
-sanitize-gpu: build
+sanitize-gpu: build ## Test the GPU handlers under compute-sanitizer; ARGS='--only "memcheck matmul"'
 	$(python) tools/sanitize_gpu.py $(ARGS)
 
-# The site, in build/site; its code is run by the tests.
-docs: $(VENV)/ready
+docs: $(VENV)/ready ## Build the documentation site in build/site
 	$(python) -m pip install --quiet $$($(python) tools/requirements.py docs)
 	$(python) -m mkdocs build
 
-# Wheels and the source distribution, in dist. make wheel WHEEL_PYTHONS='python3.11 python3.12' builds both wheels: one
-# for 3.11 and one for all later.
+# WHEEL_PYTHONS='python3.11 python3.12' builds both wheels: one for 3.11, one for every later Python.
 WHEEL_PYTHONS ?= $(PYTHON)
-wheel:
+wheel: ## Build wheels and the source distribution in dist/
 	CUDA='$(CUDA)' CUDA_ARCHITECTURES='$(CUDA_ARCHITECTURES)' tools/wheel.sh $(WHEEL_PYTHONS)
 
-# Whether two builds in different places give the same wheels, to the bit; CUDA=OFF for the CPU half alone.
-reproducible:
+reproducible: ## Check that two builds in different folders give identical wheels
 	rm -rf build/reproducible
 	for place in a b; do \
 	  git clone --quiet . build/reproducible/$$place && $(MAKE) -C build/reproducible/$$place wheel || exit 1; \
@@ -117,16 +115,16 @@ reproducible:
 
 cxx_sources = $(shell find ffi tests -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 
-fmt: $(VENV)/ready
+fmt: $(VENV)/ready ## Format the code
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
 	$(VENV)/bin/clang-format -i $(cxx_sources)
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready ## Check formats, style and prose
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(cxx_sources)
 	$(python) tools/prose.py
 
-clean:
+clean: ## Remove build/, dist/ and .venv/
 	rm -rf build dist .venv

@@ -1,4 +1,4 @@
-"""jaxops: softmax, log_softmax, layer_norm, rms_norm and matmul for JAX, on CPU and CUDA kernels of their own."""
+"""jaxops: softmax, log_softmax, layer_norm, rms_norm and matmul for JAX, on its own CPU and CUDA kernels."""
 
 from jaxops import _load
 from jaxops._explain import Explanation, explain

@@ -24,14 +24,14 @@ class KernelCall:
 
     Attributes:
       kernel: the kernel's name, as in HLO's custom-call targets without prefix and version.
-      scope: the `jax.named_scope` names around the call, and the transformations.
-      operands: shapes and dtypes, `bf16[8,128]`.
-      results: the same of the results.
-      times: how often a call of the function runs it; None if a `while` loop decides.
-      runs_on: "jaxops", or "XLA" if this platform has no such kernel, or XLA's own is chosen.
-      detail: what the kernel says of the call: its parameters, a matmul's tile, how a row op's rows lie.
-      bytes: the operands' and results' sizes together: the fewest bytes that one run moves.
-      flops: multiplications and additions of one run of a matrix product; 0 for others.
+      scope: the `jax.named_scope` names and transformations around the call.
+      operands: the operands' shapes and dtypes, such as `bf16[8,128]`.
+      results: the results' shapes and dtypes.
+      times: how often one call of the function runs the kernel; None if a `while` loop decides.
+      runs_on: "jaxops", or "XLA" if the platform has no such kernel or jaxops chose XLA.
+      detail: the kernel's parameters or choices, such as a matmul's tile or the layout of a row op's rows.
+      bytes: the total size of operands and results, which is the smallest number of bytes that one run moves.
+      flops: multiplications and additions in one run of a matrix product; 0 for other kernels.
     """
 
     kernel: str
@@ -52,12 +52,12 @@ class KernelCall:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; printed as a table.
+    """The kernel calls in a function; prints as a table.
 
     Attributes:
       platform: "cpu", "cuda" or another that JAX lowers for.
       calls: the calls of jaxops' kernels, in the order of the program.
-      xla_products: how many dot_general of XLA's own the program has besides.
+      xla_products: how many other dot_general the program has, which run on XLA.
     """
 
     platform: str
@@ -66,12 +66,12 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """Of all calls together, those in `while` loops counted once."""
+        """Bytes of all calls; calls in `while` loops count once."""
         return sum(call.bytes * call.times_or_once for call in self.calls)
 
     @property
     def flops(self) -> int:
-        """Of all calls together, those in `while` loops counted once."""
+        """Operations of all calls; calls in `while` loops count once."""
         return sum(call.flops * call.times_or_once for call in self.calls)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Explanation:
 
 
 def quantity(number: Any) -> str:
-    """Three digits and a decimal prefix; a symbolic number as it is."""
+    """Three digits and a decimal prefix; symbolic numbers are not changed."""
     if not isinstance(number, int):
         return f"{number} "
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -117,13 +117,13 @@ def _jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEqn, int | None, str]]:
-    """The equations without inner programs, with how often they run and the names around them."""
+    """The equations without inner programs, how often they run, and the names around them."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         stack = str(equation.source_info.name_stack)
         here = "/".join(part for part in (scope, stack) if part)
         composite = COMPOSITES.get(name.removeprefix(_PREFIX))
-        if composite is not None:  # it was not transposed: what it stands for runs
+        if composite is not None:  # it was not transposed, so its composition runs
             avals = (variable.aval for variable in equation.invars)
             inner = [jax.make_jaxpr(functools.partial(composite.composed, **equation.params))(*avals).jaxpr]
         else:
@@ -140,28 +140,28 @@ def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEq
 
 
 def _is_array(value: Any) -> bool:
-    """What is traced; others, such as an axis or a dtype, are options, which functions take as they are."""
+    """Whether a value is traced. Other values, such as an axis or a dtype, are options."""
     return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct | ShapedArray)
 
 
 def explain(function: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any) -> Explanation:
-    """Which of jaxops' kernels a function runs, with shapes, and the bytes and operations that they need at least.
+    """Lists the jaxops kernels that a function runs, with shapes, bytes and operations.
 
-    The function is traced, not run; calls inside jit, scan, remat and the like count, and those of `jax.grad` of a
-    function: `jaxops.explain(jax.grad(loss), x)`. Both branches of a `cond` are listed.
+    The function is traced, not run. Calls inside jit, scan, remat and other transformations count. To see the backward
+    pass, explain the gradient: `jaxops.explain(jax.grad(loss), x)`. Both branches of a `cond` are listed.
 
     Args:
       function: a function of arrays, jitted or not.
-      *args: its arguments: arrays or `jax.ShapeDtypeStruct`, in any structure; and options, which are not traced.
-      platform: "cpu", "cuda", "rocm" or "tpu"; by default that of the default device.
+      *args: its arguments. Arrays and `jax.ShapeDtypeStruct` are traced, in any structure; other values are options.
+      platform: "cpu", "cuda", "rocm" or "tpu"; by default the default device's platform.
       **kwargs: its keyword arguments.
 
     Returns:
       An :class:`Explanation`, which prints as a table.
 
     Raises:
-      TypeError: `function` is not callable; whatever tracing it raises.
-      ValueError: `platform` is another.
+      TypeError: `function` is not callable. Errors from tracing pass through.
+      ValueError: `platform` is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxops
@@ -184,7 +184,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
         args, kwargs = jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
         return function(*args, **kwargs)
 
-    # A function of its own: what was traced before may have been traced under other settings.
+    # A new function, because an earlier trace may have used other settings.
     jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced)).jaxpr
     calls, products = [], 0
     for equation, times, scope in _walk(jaxpr, 1, ""):

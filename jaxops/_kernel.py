@@ -18,6 +18,7 @@ from jaxops._device import local_device
 from jaxops._sharding import (
     Layout,
     gather,
+    lowering_of,
     on_auto_axes,
     only_for_xla,
     partitioned,
@@ -119,13 +120,11 @@ class Kernel:
         requires_devices(primitive)
         if not target:
             COMPOSITES[name] = self
-            mlir.register_lowering(primitive, mlir.lower_fun(self.composed, multiple_results=True))
+            mlir.register_lowering(primitive, lowering_of(self.composed))
             return
         for platform in PLATFORMS:
-            lowering = mlir.lower_fun(functools.partial(self._lower, platform), multiple_results=True)
-            mlir.register_lowering(primitive, lowering, platform=platform)
-        other = mlir.lower_fun(functools.partial(self._lower, "this platform"), multiple_results=True)
-        mlir.register_lowering(primitive, other)
+            mlir.register_lowering(primitive, lowering_of(functools.partial(self._lower, platform)), platform=platform)
+        mlir.register_lowering(primitive, lowering_of(functools.partial(self._lower, "this platform")))
         KERNELS[name] = self
 
     def _lower(self, platform: str, *operands, **params):

@@ -7,22 +7,24 @@ split how in the program of one device.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-# The private imports, for which JAX has no public way: what is lowered through custom_partitioning must know the
-# devices at that time, and inside a shard_map over a part of the mesh its shardings come as XLA has them.
+# Private, as JAX has no public way: what is lowered through custom_partitioning must know the devices.
 from jax._src.dispatch import prim_requires_devices_during_lowering  # isort: skip
-from jax._src.sharding_impls import parse_flatten_op_sharding  # isort: skip
 
 #: The mesh axes over which each named axis is split; one that is not split is not there.
 Shards = dict[str, tuple[str, ...]]
@@ -150,40 +152,177 @@ def _whole(x: jax.Array) -> jax.Array:
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec())) if any(sharding.spec) else x
 
 
-class _Group(NamedTuple):
-    """What is partitioned inside a shard_map over some axes of a mesh: over the other ones, a group of devices."""
+class _Axis(NamedTuple):
+    """A mesh axis, or a part of one: neighbours along it are `stride` apart in the program's list of devices."""
 
-    mesh: Mesh  # with all axes
-    axes: Mesh  # one group, with the other axes
+    stride: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.stride * self.size
+
+    @property
+    def name(self) -> str:
+        return f"devices_{self.stride}"
+
+    def contains(self, part: _Axis) -> bool:
+        return self.stride <= part.stride and part.end <= self.end
+
+
+def _axes_of(mesh: AbstractMesh) -> dict[str, _Axis]:
+    """A mesh's axes by name."""
+    ends = itertools.accumulate(reversed(mesh.axis_sizes), operator.mul)
+    axes = [_Axis(end // size, size) for end, size in zip(ends, reversed(mesh.axis_sizes), strict=True)]
+    return dict(zip(mesh.axis_names, reversed(axes), strict=True))
+
+
+def _free_axes(mesh: AbstractMesh) -> list[str]:
+    return [name for name in mesh.axis_names if name not in mesh.manual_axes]
+
+
+def _mesh_of(axes: Sequence[_Axis]) -> AbstractMesh:
+    return AbstractMesh(tuple(axis.size for axis in axes), tuple(axis.name for axis in axes))
+
+
+def _grid(axes: Iterable[_Axis]) -> np.ndarray:
+    """The places of devices in the program's list, with a dimension for each axis."""
+    return sum(np.ix_(*(np.arange(axis.size) * axis.stride for axis in axes)), start=np.zeros((), int))
+
+
+def _tiles(info: jax.ShapeDtypeStruct) -> np.ndarray | None:
+    """XLA's numbers of the devices that hold each tile, `[tiles along each axis..., copies]`; None: not split."""
+    sharding = None if info.sharding is None else info.sharding._hlo_sharding
+    if sharding is None or not sharding.is_tiled():
+        return None
+    counts = sharding.tile_assignment_dimensions()[: len(info.shape)]
+    return np.reshape(sharding.tile_assignment_devices(), (*counts, -1))
+
+
+def _split_axes(places: np.ndarray) -> list[_Axis] | None:
+    """The axes, outermost first, over which shards on the devices at these places are split; None: irregular."""
+    axes: list[_Axis] = []
+    while (count := len(places)) > 1:
+        stride = int(places[1] - places[0])
+        sizes = [n for n in range(2, count + 1) if count % n == 0 and all(np.diff(places[:n]) == stride)]
+        if stride <= 0 or not sizes:
+            return None
+        axes.insert(0, _Axis(stride, sizes[-1]))
+        places = places[:: sizes[-1]]
+    return axes
+
+
+class _Partition(NamedTuple):
+    """How a call's operands and results are split, over axes into which all their shardings divide the devices.
+
+    Inside a shard_map over some axes of a mesh XLA splits each group of devices by itself. It numbers a group's devices
+    anew for each call, in the order of the result's tiles, so that its shardings do not tell which mesh axis is which.
+    A probe does: an operand that is split over all of the group's axes, in the mesh's order.
+
+    whole: the mesh of all devices. group: that of one group, in the order of XLA's numbers. specs: of the operands and
+    results, over the group's axes.
+    """
+
+    whole: AbstractMesh
+    group: AbstractMesh
+    specs: list[PartitionSpec]
 
     @classmethod
-    def of(cls, current: AbstractMesh, devices: Iterable[jax.Device]) -> _Group:
-        """From the mesh of the trace; where there is none, everything is one group in which nothing is split."""
-        found = sorted(devices, key=lambda device: device.id)
-        if current.empty:
-            alone = Mesh(found[:1], ("devices",))
-            return cls(alone, alone)
-        mesh = Mesh(np.reshape(found, current.axis_sizes), current.axis_names)
-        free = {
-            name: size
-            for name, size, kind in zip(current.axis_names, current.axis_sizes, current.axis_types, strict=True)
-            if kind != AxisType.Manual
-        }
-        group = np.reshape(found[: math.prod(free.values())], tuple(free.values()))
-        return cls(mesh, Mesh(group, tuple(free)))
+    def of(cls, infos: Sequence[jax.ShapeDtypeStruct], manual: AbstractMesh | None) -> _Partition:
+        """From what XLA hands over; nothing is split where it does not tell how.
 
-    def decode(self, info: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """An operand or result with its sharding over the group."""
-        spec = PartitionSpec()
-        if self.axes.size > 1:
-            (spec, *_) = parse_flatten_op_sharding(info.sharding._hlo_sharding, self.axes)
-        spec = PartitionSpec(*spec, *[None] * (len(info.shape) - len(spec)))
-        return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=NamedSharding(self.axes, spec))
+        Args:
+          infos: the operands, after the probe if there is one, and the results.
+          manual: inside a shard_map over a part of a mesh, the mesh.
+        """
+        devices = next((info.sharding.num_devices for info in infos if info.sharding is not None), 1)
+        everything = _Axis(1, devices)
+        alone = _mesh_of([everything])
+        nothing = cls(alone, alone, [PartitionSpec(*[None] * len(info.shape)) for info in infos])
+        given, outer, places = [everything], [], np.arange(devices)  # places: by XLA's numbers
+        if manual is not None:
+            named = _axes_of(manual)
+            given, outer = [*named.values()], [named[name] for name in manual.manual_axes]
+            inner = _grid(named[name] for name in _free_axes(manual))
+            probe = _tiles(infos[0])
+            if probe is None or probe.shape != (*inner.shape, 1):
+                return nothing
+            places = np.empty(probe.size, int)
+            places[probe[..., 0]] = inner
+        splits: list[list[list[_Axis]]] = []
+        for info in infos:
+            tiles = _tiles(info)
+            if tiles is None:
+                splits.append([[] for _ in info.shape])
+                continue
+            if tiles.size != len(places):
+                return nothing
+            at = places[tiles]
+            lines = [np.moveaxis(at, a, 0).reshape(count, -1)[:, 0] for a, count in enumerate(at.shape)]
+            split = [_split_axes(line) for line in lines[:-1]]
+            regular = sum(np.ix_(*(line - line[0] for line in lines)), start=at.flat[0])
+            if None in split or not np.array_equal(at, regular):
+                return nothing
+            splits.append(split)
+        axes = itertools.chain(given, *itertools.chain(*splits))
+        bounds = {bound for axis in axes for bound in (axis.stride, axis.end)}
+        pairs = list(itertools.pairwise(sorted(bounds, reverse=True)))
+        if any(end % stride for end, stride in pairs):
+            return nothing
+        parts = [_Axis(stride, end // stride) for end, stride in pairs]
+        numbers = {place: number for number, place in enumerate(places.tolist())}
+        group = [part for part in parts if not any(axis.contains(part) for axis in outer)]
+        group.sort(key=lambda part: -numbers[part.stride])
+        if not np.array_equal(places, _grid(group).ravel()):
+            return nothing
+
+        def names(axes):
+            return tuple(part.name for axis in axes for part in parts if axis.contains(part))
+
+        return cls(_mesh_of(parts), _mesh_of(group), [PartitionSpec(*map(names, split)) for split in splits])
+
+
+def _manual_mesh(operands: Sequence[jax.Array]) -> AbstractMesh | None:
+    """The mesh of the shard_map in which the operands are; None: in none, or over axes of size 1 alone."""
+    meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands))
+    return next((m for m in meshes if math.prod(m.shape[name] for name in m.manual_axes) > 1), None)
+
+
+def _probe(mesh: AbstractMesh) -> jax.Array:
+    """An array that is split over all axes of a mesh but the manual ones: see `_Partition`."""
+    names = _free_axes(mesh)
+
+    def split():
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*names))
+        return jax.lax.with_sharding_constraint(jnp.zeros([mesh.shape[name] for name in names], bool), sharding)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        if not mesh.explicit_axes:
+            return split()
+        spec = PartitionSpec(*(name if name in mesh.explicit_axes else None for name in names))
+        wanted = NamedSharding(mesh, spec)
+        return jax.sharding.auto_axes(split, axes=mesh.explicit_axes, out_sharding=wanted)()
 
 
 def requires_devices(primitive: Primitive) -> None:
     """Must be called for every primitive that is lowered with `partitioned`."""
     prim_requires_devices_during_lowering.add(primitive)
+
+
+def lowering_of(function: Callable[..., list[jax.Array]]) -> Callable[..., Any]:
+    """The lowering rule of a primitive that is a function in JAX, and that may use `partitioned`."""
+    lower = mlir.lower_fun(function, multiple_results=True)
+
+    def rule(ctx, *operands, **params):
+        module = ctx.module_context
+        mesh = getattr(module.axis_context, "mesh", None)
+        if isinstance(mesh, AbstractMesh):  # a shard_map's; custom_partitioning asks for its devices, to count them
+            devices = np.reshape(jax.devices()[:1] * mesh.size, mesh.axis_sizes)
+            counted = dataclasses.replace(module.axis_context, mesh=Mesh(devices, mesh.axis_names))
+            ctx = ctx.replace(module_context=module.replace(axis_context=counted))
+        return lower(ctx, *operands, **params)
+
+    return rule
 
 
 def partitioned(
@@ -204,24 +343,25 @@ def partitioned(
     key of a compilation cache once jax_remove_custom_partitioning_ptr_from_cache_key takes the address of `local` away.
     """
 
-    @custom_partitioning
-    def function(*xs):  # the program of one device, in which nothing is sharded whatever the types on an Explicit mesh
+    def alone(*xs):  # the program of one device, in which nothing is sharded whatever the types on an Explicit mesh
         return [reshard_like(x, aval) for x, aval in zip(local({}, {}, *map(_whole, xs)), results, strict=True)]
 
     x64 = jax.config.jax_enable_x64
-    current = jax.sharding.get_abstract_mesh()
+    manual = _manual_mesh(operands)
+    everything = manual is not None and all(manual.shape[name] == 1 for name in _free_axes(manual))
+    probes = [] if manual is None or everything else [_probe(manual)]
 
-    def partition(mesh, operand_infos, result_infos):
-        whole = mesh
-        if mesh.empty:
-            whole, mesh = group = _Group.of(current, operand_infos[0].sharding.device_set)
-            operand_infos, result_infos = ([*map(group.decode, infos)] for infos in (operand_infos, result_infos))
+    def partition(_, operand_infos, result_infos):
+        infos = [*operand_infos, *result_infos]
+        whole, mesh, specs = _Partition.of(infos, manual)
+        probe_specs, given = specs[: len(probes)], list(zip(infos, specs, strict=True))[len(probes) :]
+        given_operands, given_results = given[: len(layout.operands)], given[len(layout.operands) :]
         shards: Shards = {}
         known = {name for names in layout.operands for name in names}
 
-        def split(into: Shards, side, infos, accept):
-            for names, info in zip(side, infos, strict=True):
-                for name, size, entry in zip(names, info.shape, info.sharding.spec, strict=True):
+        def split(into: Shards, side, given, accept):
+            for names, (info, spec) in zip(side, given, strict=True):
+                for name, size, entry in zip(names, info.shape, spec, strict=True):
                     axes = _mesh_axes(entry)
                     even = size % math.prod(mesh.shape[axis] for axis in axes) == 0
                     if axes and even and name in known and name not in shards and name not in into and accept(axes):
@@ -230,28 +370,29 @@ def partitioned(
         def unused(axes):
             return not any(axis in taken for taken in shards.values() for axis in axes)
 
-        split(shards, layout.operands, operand_infos, unused)
-        split(shards, layout.results, result_infos, unused)
+        split(shards, layout.operands, given_operands, unused)
+        split(shards, layout.results, given_results, unused)
         sums = {axis for name in layout.summed for axis in shards.get(name, ())}
         scatter: Shards = {}
-        split(scatter, layout.results[:1], result_infos[:1], lambda axes: set(axes) <= sums and not scatter)
-
-        def sharding(names, shards):
-            return NamedSharding(mesh, _spec(names, shards))
+        split(scatter, layout.results[:1], given_results[:1], lambda axes: set(axes) <= sums and not scatter)
 
         def run(*xs):
             # XLA calls this from where it likes; the caller's Explicit mesh is not that of one device's program.
             with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return local(shards, scatter, *xs)
+                return local(shards, scatter, *xs[len(probes) :])
 
-        outputs = [sharding(names, shards | scatter) for names in layout.results]
-        return whole, run, outputs, tuple(sharding(names, shards) for names in layout.operands)
+        operand_specs = [*probe_specs, *(_spec(names, shards) for names in layout.operands)]
+        result_specs = [_spec(names, shards | scatter) for names in layout.results]
+        shardings = [tuple(NamedSharding(mesh, spec) for spec in side) for side in (result_specs, operand_specs)]
+        return whole, run, list(shardings[0]), shardings[1]
 
-    rule = " -> ".join(", ".join(map(" ".join, side)) for side in (layout.operands, layout.results))
-    function.def_partition(partition=partition, sharding_rule=rule)
+    partitioner = custom_partitioning(lambda *xs: alone(*xs[len(probes) :]))
+    probe_names = [[f"probe{a}" for a in range(probe.ndim)] for probe in probes]
+    rule = " -> ".join(", ".join(map(" ".join, s)) for s in ((*probe_names, *layout.operands), layout.results))
+    partitioner.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
 
     def call(*xs):
-        return function(*xs)
+        return alone(*xs) if everything else partitioner(*xs)
 
     call.__name__ = name
-    return jax.jit(call)(*operands)
+    return jax.jit(call)(*probes, *operands)

@@ -10,7 +10,7 @@ _INTERNAL = ("jaxops", "jax", "flax")
 
 
 class FallbackWarning(UserWarning):
-    """Says, once for each cause, that a call runs on XLA's own operations instead of a jaxops kernel."""
+    """A call runs on XLA's own operations instead of a jaxops kernel. Given once for each cause."""
 
 
 _said: set[str] = set()
@@ -18,7 +18,7 @@ _said_lock = threading.Lock()
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of the caller's code that led here."""
+    """Warns at the caller's line: the first one outside jaxops, JAX and Flax."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         frame, level = frame.f_back, level + 1

@@ -1,6 +1,6 @@
-"""Policies for :func:`jax.checkpoint` that know the kernels of jaxops.
+"""Policies for :func:`jax.checkpoint` that know jaxops' kernels.
 
-JAX's own policies recognise a matrix product by its primitive, and would compute :func:`jaxops.matmul` again.
+JAX's own policies recognise only JAX's own dot, so they would recompute :func:`jaxops.matmul`.
 
 Example:
   >>> import jax, jax.numpy as jnp, jaxops
@@ -21,16 +21,16 @@ from jaxops._kernel import KERNELS
 
 
 def dots_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """:func:`jax.checkpoint_policies.dots_saveable`; products of jaxops are saved too, with their preactivations."""
+    """:func:`jax.checkpoint_policies.dots_saveable`; saves jaxops' products too, with their preactivations."""
     if primitive is KERNELS["matmul"].primitive:
         return True
     return jax.checkpoint_policies.dots_saveable(primitive, *operands, **params)
 
 
 def dots_with_no_batch_dims_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """:func:`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, likewise.
+    """:func:`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`; saves such products of jaxops too.
 
-    A batch dimension is one along which both operands of a product have more than one matrix.
+    A product has a batch dimension if both operands have more than one matrix along an axis.
     """
     matmul = KERNELS["matmul"]
     if primitive is matmul.primitive:
@@ -47,11 +47,11 @@ def save_only_these_ops(*ops: str) -> Callable[..., bool]:
       ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "matmul".
 
     Returns:
-      A policy. What an op's backward pass needs besides its operands (a row's statistics, a preactivation) counts
-      as its result.
+      A policy. An op's results include the values that its backward pass saves, such as row statistics and
+      preactivations.
 
     Raises:
-      ValueError: a name is not that of an op.
+      ValueError: a name is not an op.
     """
     kernels = {name.removesuffix("_fwd"): kernel for name, kernel in KERNELS.items() if not name.endswith("_bwd")}
     if unknown := [op for op in ops if not isinstance(op, str) or op not in kernels]:

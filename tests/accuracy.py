@@ -329,21 +329,17 @@ If an op has several results, gradients or inputs, the cell shows the worst. Som
 
 
 def _number(value: float) -> str:
-    return (
-        "\N{EN DASH}"
-        if math.isnan(value)
-        else "differs"
-        if math.isinf(value)
-        else f"{value:.2g}"
-        if value < 1000
-        else f"{value:.0e}"
-    )
+    """Two significant digits."""
+    if math.isnan(value):
+        return "\N{EN DASH}"
+    return "differs" if math.isinf(value) else f"{float(f'{value:.2g}'):g}"
 
 
 def _pairs(numbers: Sequence[float], gradients: bool) -> list[str]:
     """The figures of values and of gradients, if those were measured."""
     texts = list(map(_number, numbers))
-    return [f"{texts[0]}, {texts[1]}", f"{texts[2]}, {texts[3]}" if gradients else "\N{EN DASH}"]
+    value, gradient = (",\N{NO-BREAK SPACE}".join(texts[i : i + 2]) for i in (0, 2))
+    return [value, gradient if gradients else "\N{EN DASH}"]
 
 
 def _cells(row: Row | None) -> list[str]:

@@ -34,11 +34,50 @@ import numpy as np
 import pytest
 
 import jaxops
-from jaxops import _warnings
+from jaxops import _kernel, _warnings
+from jaxops._device import local_device
+
+#: How many tests this machine cannot run.
+_LEFT_OUT = pytest.StashKey[int]()
 
 # Of tools/variant.sh: where the package under test is.
 if not jaxops.__file__.startswith(os.environ.get("JAXOPS_SITE", "")):
     raise ImportError(f"the tests are for {os.environ['JAXOPS_SITE']}, but jaxops is {jaxops.__file__}")
+
+
+def _runs_here(item) -> bool:
+    """Whether this machine has what a test's marks `gpu` and `cuda` ask for."""
+    if item.get_closest_marker("cuda") and "cuda" not in _kernel.HANDLERS:
+        return False
+    if (mark := item.get_closest_marker("gpu")) is None:
+        return True
+    return jax.default_backend() == "gpu" and (not mark.args or local_device().capability in mark.args)
+
+
+@pytest.hookimpl(trylast=True)  # behind -m and -k
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what cannot run here, so that a summary lists only skips that say something."""
+    here = [item for item in items if _runs_here(item)]
+    config.stash[_LEFT_OUT] = len(items) - len(here)
+    if len(here) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if not _runs_here(item)])
+        items[:] = here
+
+
+def pytest_sessionfinish(session):
+    """A worker of several tells how many it left out: all leave out the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if number := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(f"{number} tests left out: they need a GPU, or jaxops built with its GPU half")
 
 
 @pytest.fixture

@@ -52,7 +52,6 @@ def test_with_other_numbers_of_threads(on_gpu):
 
 
 @pytest.mark.slow
-def test_without_command_buffers(on_gpu):
-    if not on_gpu:
-        pytest.skip("needs a GPU")
+@pytest.mark.gpu
+def test_without_command_buffers():
     assert printed(flags="--xla_gpu_enable_command_buffer=") == printed()

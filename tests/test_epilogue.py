@@ -76,7 +76,7 @@ def test_the_bias_gradient_is_summed_before_rounding(rng):
     assert_matches(dbias, (s + z * s * (1 - s)).sum(0), rounding=64)
 
 
-@pytest.mark.skipif("epilogue_bwd" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+@pytest.mark.cuda
 def test_one_kernel_for_both_gradients():
     """Lowered for a GPU: one call of ours between the cotangent and the product, and no reduction of XLA's."""
 

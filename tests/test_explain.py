@@ -37,7 +37,7 @@ def test_calls():
     assert found.xla_products == 0
 
 
-@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+@pytest.mark.cuda
 def test_the_chosen_kernel_is_named():
     x, w = (jax.ShapeDtypeStruct((4095, 4097), jnp.bfloat16), jax.ShapeDtypeStruct((4097, 4093), jnp.bfloat16))
     (product,) = jaxops.explain(jaxops.matmul, x, w, platform="cuda").calls

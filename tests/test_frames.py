@@ -28,8 +28,7 @@ from jaxops.ops import _matmul_choice as choices
 ROW_OPS = (*LOGITS, *NORMS)
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 every_options = pytest.mark.parametrize("options", [False, True], ids=["alone", "every option"])
-needs_cuda = pytest.mark.skipif("cuda" not in _kernel.HANDLERS, reason="built without the GPU half")
-every_half = pytest.mark.parametrize("half", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+every_half = pytest.mark.parametrize("half", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 
 
 @pytest.fixture(scope="session")
@@ -114,7 +113,7 @@ def test_memory_of_every_layout(half, handler, memory, rng):
         frames.check_memory(half, there, call, rng)
 
 
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("calls", [matmul_calls, tile_calls])
 def test_memory_of_matmul_on_cuda(calls, memory, rng):
     there = memory_of(memory, "cuda")
@@ -195,7 +194,7 @@ def test_malformed_frames_of_split_rows_are_refused(half, op, memory):
         assert check_malformed(half, memory.get(half, memory["cpu"]), split) > 100
 
 
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("index", range(4))
 def test_malformed_frames_of_matmul_are_refused(index, memory):
     for call in matmul_calls()[index::4]:
@@ -223,7 +222,7 @@ def test_empty_buffers_need_no_memory(half, dtype, shape, memory):
                     assert not sums.any(), f"{call.handler}, {shape}"
 
 
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("shape", [(0, 5, 11), (3, 0, 11), (3, 5, 0)])
 def test_empty_epilogues(shape, memory):
     there = memory_of(memory, "cuda")
@@ -234,7 +233,7 @@ def test_empty_epilogues(shape, memory):
     assert not frames.run("cuda", there, call, values, fill=0xFF)[2].any()
 
 
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", TILE_DTYPES)
 def test_products_without_terms(name, memory):
     """k = 0: zeros, by every kind of kernel; no operand has memory."""
@@ -245,7 +244,7 @@ def test_products_without_terms(name, memory):
         assert not out.any()
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_matmul_results_beside_a_pack_are_refused(memory):
     there = memory.get("cuda", memory["cpu"])
     for call in matmul_calls():
@@ -259,7 +258,7 @@ def test_matmul_results_beside_a_pack_are_refused(memory):
             there.free(pointer)
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_more_parts_than_tiles_along_k_are_refused(memory):
     there = memory.get("cuda", memory["cpu"])
     for call in tile_calls():
@@ -277,7 +276,7 @@ def test_more_parts_than_tiles_along_k_are_refused(memory):
             there.free(pointer)
 
 
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("op", LOGITS)
 def test_causal_of_too_many_queries_is_refused(op, memory):
     """Kernels count from a query to its keys in 32 bits."""

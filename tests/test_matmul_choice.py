@@ -309,7 +309,7 @@ def test_operands_in_pieces(m, n, k, layout, tile, copies, in_pieces):
     assert str(choice).count("in pieces") == sum(in_pieces)
 
 
-@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+@pytest.mark.cuda
 def test_a_training_step_of_an_mlp_is_our_calls_alone():
     """Forward and backward in full precision, lowered for a GPU: six products, no transposition."""
 
@@ -327,7 +327,7 @@ def test_a_training_step_of_an_mlp_is_our_calls_alone():
     assert "stablehlo.convert" not in text
 
 
-@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+@pytest.mark.cuda
 @pytest.mark.parametrize("where", ["alone", "in vmap", "with a mask", "under debug_nans", "short"])
 def test_causal_attention_multiplies_triangles(where):
     """Forward and backward: all six products, unless something else may be seen after the query."""
@@ -373,7 +373,7 @@ def test_triangles(rng):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+@pytest.mark.cuda
 def test_a_large_outer_product_is_a_sum_of_two_products():
     def dots(dtype, size):
         operands = (jax.ShapeDtypeStruct((size, 1), dtype), jax.ShapeDtypeStruct((1, size), dtype))
@@ -400,7 +400,7 @@ def test_an_outer_product_that_is_padded(layout, rng):
     np.testing.assert_array_equal(got, x[:, :, None] * y[:, None, :])
 
 
-@pytest.mark.skipif("matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="built without the GPU half")
+@pytest.mark.cuda
 def test_a_product_left_to_xla_is_the_one_that_jax_asks_for():
     def dots(function):
         operands = (jax.ShapeDtypeStruct((64, 96), jnp.bfloat16), jax.ShapeDtypeStruct((96, 32), jnp.bfloat16))

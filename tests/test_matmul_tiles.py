@@ -14,20 +14,11 @@ import oracle
 import pytest
 from row_cases import assert_matches
 
-from jaxops import _kernel
-from jaxops._device import local_device
 from jaxops._rows import accumulator
 from jaxops.ops import _matmul_choice as choices
 from jaxops.ops import _matmul_kernel as ops
 
-
-def _on_hopper() -> bool:
-    return jax.default_backend() == "gpu" and local_device().capability == "9.0"
-
-
-pytestmark = pytest.mark.skipif(
-    not _on_hopper() or "matmul" not in _kernel.HANDLERS.get("cuda", ()), reason="needs a Hopper GPU"
-)
+pytestmark = [pytest.mark.gpu("9.0"), pytest.mark.cuda]
 
 
 class Operands(NamedTuple):

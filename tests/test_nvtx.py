@@ -20,10 +20,9 @@ jax.block_until_ready(jax.jit(jax.grad(head))(x, jnp.ones(64), jnp.ones(64)))
 """
 
 
-def test_ranges_are_named_by_kernel_and_scope(tmp_path, on_gpu):
+@pytest.mark.gpu
+def test_ranges_are_named_by_kernel_and_scope(tmp_path):
     nvcc, compiler = shutil.which("nvcc"), shutil.which("c++")
-    if not on_gpu:
-        pytest.skip("no GPU")
     if not nvcc or not compiler:
         pytest.skip("NVTX's headers come with the CUDA toolkit, and need a compiler")
     include = pathlib.Path(nvcc).resolve().parents[1] / "include"

@@ -1,10 +1,15 @@
 """Kernels on many devices: what is communicated. The results are compared in transformations.py."""
 
+import itertools
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import manual_axes
 import numpy as np
 import pytest
 import transformations
@@ -170,6 +175,43 @@ def test_shard_map_over_a_part_of_the_mesh(manual, free, rng):
         found = by_kind(collectives(compiled))
         wanted = sum(sums) if mesh.shape[free] > 1 else 0
         assert found.get("all-reduce", 0) == wanted and set(found) <= {"all-reduce"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("Auto", "with"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product(("Auto", "Explicit"), manual_axes.WAYS)
+            if case != ("Auto", "with") and not (case[0] == "Explicit" and case[1] in ("nothing", "with"))
+        ),
+    ],
+)
+def test_every_shard_map_with_every_mesh(kind, way):
+    """Each in a process of its own, which a fault may end."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    script = [sys.executable, manual_axes.__file__, kind, way]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "20 cases\n", done.stderr
+
+
+def test_parts_of_mesh_axes(rng):
+    """A reshape leaves a part of a mesh axis to each of two axes."""
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x = rng.standard_normal((32, 16)).astype(np.float32)
+
+    def function(op, x):
+        y = op(jnp.moveaxis(jnp.reshape(x, (2, 16, 16)), 0, 1), axis=(1, 2))
+        return jnp.reshape(jnp.moveaxis(y, 0, 1), x.shape)
+
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, NamedSharding(mesh, P("data")))
+        compiled = jax.jit(lambda x: function(jaxops.softmax, x)).lower(split).compile()
+        np.testing.assert_allclose(compiled(split), function(jax.nn.softmax, x), rtol=1e-5, atol=1e-6)
+    assert set(by_kind(collectives(compiled))) == {"all-reduce"}
 
 
 def test_reduced_operands(rng, fallback):

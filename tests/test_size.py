@@ -217,10 +217,8 @@ def check_matmul(precision, *sizes):
 
 
 @pytest.fixture
-def check_on_gpu(on_gpu, tmp_path, tmp_path_factory):
+def check_on_gpu(tmp_path, tmp_path_factory):
     """Runs one of the functions above in a process of its own, which keeps no memory, one at a time on this machine."""
-    if not on_gpu:
-        pytest.skip("needs a GPU")
 
     def check(function, *arguments):
         with (tmp_path_factory.getbasetemp().parent / "memory of a GPU").open("w") as file:
@@ -233,12 +231,14 @@ def check_on_gpu(on_gpu, tmp_path, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize("op", [*LOGITS, *NORMS])
+@pytest.mark.gpu
 def test_rows_on_a_gpu(op, shape, check_on_gpu):
     check_on_gpu(check_rows, op, LARGE[shape])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.gpu
 def test_matmul_on_a_gpu(precision, check_on_gpu):
     """A result, and then operands, of more than 2^31 elements."""
     check_on_gpu(check_matmul, precision, (2**16 + 1, 64, 2**15 + 1), (2**25 + 1, 64, 64))
@@ -283,10 +283,9 @@ print("lives on")
     assert run_python(script, tmp_path, JAX_PLATFORMS="cpu").split() == ["8", "lives", "on"]
 
 
-def test_no_memory_for_an_array(on_gpu):
+@pytest.mark.gpu
+def test_no_memory_for_an_array():
     """JAX's own error; the process lives on."""
-    if not on_gpu:
-        pytest.skip("needs a GPU")
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         jax.jit(lambda: jaxops.softmax(jnp.zeros((2**20, 2**20), jnp.float32)))().block_until_ready()
     np.testing.assert_array_equal(jaxops.softmax(jnp.zeros((2, 4))), np.full((2, 4), 0.25))

@@ -402,7 +402,7 @@ def on_mesh(apply):
         case = next((op for op in OPS.values() if op.ours is f), None)
         if case is None:
             return apply(f, None, None, *xs)
-        mesh = make_mesh(apply.kind)
+        mesh = getattr(apply, "make", make_mesh)(apply.kind)
         with jax.set_mesh(mesh):
             return apply(f, mesh, case.axes, *xs)
 
@@ -434,22 +434,41 @@ for _kind in (AxisType.Auto, AxisType.Explicit):
     TRANSFORMATIONS[f"{_kind.name} mesh, columns split"] = sharded(_kind, {"b": "data", "c": "model"})
 
 
-def _shard_map(f, mesh, axes, *xs):
-    """Split over the examples; the gradients of what is not are summed over the devices."""
+def shard_mapped(kind, splits, manual, make=make_mesh):
+    """Over the manual axes of a mesh; the gradients of what is not split over them are summed over the devices."""
 
-    def gradients(*xs):
-        return jax.grad(lambda *xs: jnp.sum(bend(f(*xs))), every(xs))(*xs)
+    def apply(f, mesh, axes, *xs):
+        def gradients(*xs):
+            return jax.grad(lambda *xs: jnp.sum(bend(f(*xs))), every(xs))(*xs)
 
-    if mesh is None:
-        return jax.jit(gradients)(*xs)
-    splits = {"b": "data"}
-    specs = tuple(PartitionSpec(*(splits.get(a) for a in names)) for names in axes)
-    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs)
-    return jax.jit(mapped)(*place(xs, axes, mesh, splits))
+        if mesh is None:
+            return jax.jit(gradients)(*xs)
+        mapped_axes = {a: name for a, name in splits.items() if name in manual}
+        specs = tuple(PartitionSpec(*(mapped_axes.get(a) for a in names)) for names in axes)
+        mapped = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=set(manual))
+        return jax.jit(mapped)(*place(xs, axes, mesh, splits))
+
+    apply.kind, apply.make = kind, make
+    return on_mesh(apply)
 
 
-_shard_map.kind = AxisType.Auto
-TRANSFORMATIONS["shard_map"] = on_mesh(_shard_map)
+def make_stages(kind=AxisType.Auto):
+    """Up to eight devices as stages, each with data and model."""
+    sizes = {8: (2, 2, 2), 4: (2, 2, 1)}
+    count = next((count for count in sizes if count <= len(jax.devices())), 1)
+    return jax.make_mesh(
+        sizes.get(count, (1, 1, 1)),
+        ("stage", "data", "model"),
+        axis_types=(kind,) * 3,
+        devices=jax.devices()[:count],
+    )
+
+
+TRANSFORMATIONS["shard_map"] = shard_mapped(AxisType.Auto, {"b": "data"}, ("data", "model"))
+for _kind in (AxisType.Auto, AxisType.Explicit):  # the other axes split out of the mesh's order
+    TRANSFORMATIONS[f"shard_map over a part, {_kind.name}"] = shard_mapped(
+        _kind, {"b": "stage", "t": "model", "c": "data"}, ("stage",), make_stages
+    )
 
 
 @transformation("vmap, spmd_axis_name")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -13,13 +14,21 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+#: Readable on the light and on the dark page, whose background shows through.
+GRAY = "#7f7f7f"
 matplotlib.rcParams.update({"svg.hashsalt": "jaxops", "svg.fonttype": "none", "font.family": "sans-serif"})
+matplotlib.rcParams.update({"savefig.transparent": True, "legend.framealpha": 0})
+matplotlib.rcParams.update(
+    dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"), GRAY
+    )
+)
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 #: Columns of the CSV files that are drawn: label, style.
 LINES = {
-    "ceiling": ("most that the device does", {"color": "0.7", "linestyle": ":"}),
+    "ceiling": ("XLA copy of as many bytes", {"color": GRAY, "linestyle": ":"}),
     "xla": ("XLA", {"color": "tab:orange", "marker": "s", "markersize": 4}),
     "ours": ("jaxops", {"color": "tab:blue", "marker": "o", "markersize": 4}),
 }
@@ -42,7 +51,7 @@ def _svg(figure: Figure, rows: Sequence[dict[str, str]]) -> bytes:
     said = {name: sorted({row[name] for row in rows}) for name in ("device", "jax", "date")}
     dates = dict.fromkeys(said["date"][end][:10] for end in (0, -1))
     caption = f"{', '.join(said['device'])}, jax {', '.join(said['jax'])}, measured {' to '.join(dates)}"
-    figure.supxlabel(caption, fontsize="small", color="0.4")
+    figure.supxlabel(caption, fontsize="small")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
@@ -81,17 +90,25 @@ def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
                     axes.plot(*zip(*others, strict=True) if others else ([], []), **hollow)
             axes.set_title(f"{direction}, {dtype}", fontsize="medium")
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:.0f}")
             axes.grid(alpha=0.3)
     panels[0][0].set_ylim(bottom=0)
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize="small")
-    figure.supylabel(f"{matrices[0][1]['unit']} of the bytes that the op must move, over columns")
+    for axes in panels[-1]:
+        axes.set_xlabel("columns")
+    for axes in panels[:, 0]:
+        axes.set_ylabel(matrices[0][1]["unit"])
     return _svg(figure, [row for _, row in matrices])
 
 
 def draw_bars(rows: Sequence[dict[str, str]]) -> bytes | None:
-    """Rates by shape, forward and backward beside each other; of one device."""
+    """Rates by shape, forward and backward side by side; of one device."""
+
+    def order(shape):  # single products, batches, other layouts; each by size
+        return " of " in shape, shape[-1].isalpha(), math.prod(map(int, re.findall(r"\d+", shape)))
+
     rows = _of_one_device(rows)
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    shapes = sorted({row["shape"] for row in rows}, key=order)
     directions = list(dict.fromkeys(row["direction"] for row in rows))
     if not shapes:
         return None
@@ -104,10 +121,12 @@ def draw_bars(rows: Sequence[dict[str, str]]) -> bytes | None:
             label, style = LINES[name]
             rates = [float(found[shape][name]) if shape in found else 0.0 for shape in shapes]
             axes.barh([-i + offset for i in range(len(shapes))], rates, 0.4, label=label, color=style["color"])
-        axes.set_yticks([-i for i in range(len(shapes))], shapes, fontsize="small")
+        labels = [re.sub(r"^(\d+) of ", r"batch of \1, ", shape) for shape in shapes]
+        axes.set_yticks([-i for i in range(len(shapes))], labels, fontsize="small")
+        axes.set_ylim(-len(shapes) + 0.4, 0.6)
         axes.set_title(f"{direction}, {rows[0]['unit']}", fontsize="medium")
         axes.grid(alpha=0.3, axis="x")
-    panels[0].legend(fontsize="small")
+    panels[-1].legend(fontsize="small", loc="lower right")
     return _svg(figure, rows)
 
 

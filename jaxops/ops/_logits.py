@@ -1,7 +1,7 @@
-"""softmax and log_softmax: what is around their kernels.
+"""Kernels, derivatives and arguments of softmax and log_softmax.
 
-Both are functions of the logits z = x scale + bias, masked where `where` is false and, if causal, where the position
-along the key axis exceeds the one along the query axis. The kernels take x, scale, bias and where as they are.
+Both are functions of the logits z = x scale + bias. An entry is masked if `where` is False there or, with `causal`, if
+its key comes after its query. The kernels take x, scale, bias and where unexpanded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPTIONS = "scale: broadcast?, bias: broadcast?, where: broadcast?"
 
 
 def _causal_mask(rows: Rows, shape, query_axis, key_axis):
-    """Which keys are not after their query: of size 1 along all other axes."""
+    """True for keys that are not after their query; size 1 along all other axes."""
     axes = (query_axis, key_axis)
     shape = [d if a in axes else 1 for a, d in enumerate(shape)]
     query, key = (rows.positions(shape, axis) for axis in axes)
@@ -29,7 +29,7 @@ def _causal_mask(rows: Rows, shape, query_axis, key_axis):
 
 
 def plain_mask(rows: Rows, shape, where, *, query_axis, key_axis):
-    """Which entries take part: a boolean array that broadcasts to the shape of x; None: all."""
+    """True for unmasked entries; broadcasts to x's shape. None: nothing is masked."""
     if query_axis < 0:
         return where
     causal = _causal_mask(rows, shape, query_axis, key_axis)
@@ -37,14 +37,14 @@ def plain_mask(rows: Rows, shape, where, *, query_axis, key_axis):
 
 
 def visible(mask, x):
-    """x, 0 where it is masked."""
+    """x, with 0 in masked entries."""
     return x if mask is None else jnp.where(mask, x, 0)
 
 
 def plain_logits(rows: Rows, x, scale, bias, where, **causal):
-    """The logits in the accumulator's dtype, -inf where they are masked, and the mask."""
+    """The logits in the accumulator's dtype, with -inf in masked entries, and the mask."""
     mask = plain_mask(rows, x.shape, where, **causal)
-    z = visible(mask, x.astype(accumulator(x.dtype)))  # what is masked may be anything
+    z = visible(mask, x.astype(accumulator(x.dtype)))  # masked entries may hold anything
     z = z if scale is None else z * scale
     z = z if bias is None else z + bias.astype(z.dtype)
     return z if mask is None else jnp.where(mask, z, -jnp.inf), mask
@@ -61,7 +61,7 @@ def plain_gradient(dz, scale, dtype):
 
 
 def logits_tangent(x, shape, scale, dx, dscale, dbias):
-    """That of the logits, of the given shape, from the tangents that there are."""
+    """The tangent of the logits, of the given shape; absent tangents are None."""
     terms = []
     if dx is not None:
         terms.append(dx if scale is None else dx.astype(scale.dtype) * scale)
@@ -178,15 +178,15 @@ class Kernels:
         dtype = (operand if wanted["dx"] is None else wanted["dx"]).dtype
         scale_wanted, bias_type = wanted["dscale"] is not None, wanted["dbias"]
         if bias_type is not None and all(bias_type.shape[a] == 1 for a in axes):
-            bias_type = None  # what is added to a whole row does not change y: dz sums to 0 over each row
+            bias_type = None  # adding a constant to a row does not change y: dz sums to 0 over each row
         if wanted["dx"] is None and not scale_wanted and bias_type is None:
             return {}
         kernel = functools.partial(self.backward, axes=axes, masked=masked, **causal)
         if not scale_wanted and bias_type is None:
             return {"dx": kernel(operand, scale, bias, where, *statistics, dy, dtype=dtype)[0]}
 
-        # The kernel gives dz, XLA the rest, whose sums over rows are faster than any here: dx = scale dz,
-        # dscale = sum(dz x), dbias = sum(dz).
+        # The kernel computes dz. XLA computes dx = scale dz, dscale = sum(dz x) and dbias = sum(dz): its sums over rows
+        # are the fastest.
         wide = accumulator(dtype)
         z_dtype = dtype if bias_type is None else promoted(dtype, bias_type.dtype)
         if not self.from_result:

@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm: what is around their kernels."""
+"""Kernels, derivatives and arguments of layer_norm and rms_norm."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kerne
 
 
 def _sums(rows: Rows, where, *xs):
-    """Each row's sums, and at last how many of its positions count."""
+    """Each row's sums, then the number of its positions that count."""
     if where is None:
         return *rows.sum(*xs), rows.size(xs[0])
     return rows.sum(*xs, jnp.broadcast_to(where, xs[0].shape).astype(xs[0].dtype))
 
 
 def _mean(rows: Rows, where, x):
-    """The mean over each row's counted positions; the others may hold anything."""
+    """The mean over the positions of a row that count; the others may hold anything."""
     total, count = _sums(rows, where, x if where is None else jnp.where(where, x, 0))
     return total / count
 
 
 def _plain_forward(centred, rows, x, residual, scale, bias, where, *, dtype, epsilon):
     wide = x.astype(accumulator(x.dtype))
-    if residual is not None:  # what is normalised is the rounded sum; XLA would keep the exact one
+    if residual is not None:  # the rounded sum is normalised; without this XLA would keep the exact one
         precision = jnp.finfo(x.dtype)
         wide = jax.lax.reduce_precision(wide + residual.astype(wide.dtype), precision.nexp, precision.nmant)
     total = wide.astype(x.dtype)
@@ -46,7 +46,7 @@ def _plain_backward(centred, rows, x, scale, where, *rest, dtype):
     x, dy = x.astype(wide), dy.astype(wide)
     normalised = (x - mean[0]) * rstd if centred else x * rstd
     gradient = dy if scale is None else dy * scale
-    # The statistics are means over the counted positions, through which all positions' gradients come back to those.
+    # The statistics are means over the positions that count, so all gradients flow back to these positions.
     products, *total, count = _sums(rows, where, gradient * normalised, *([gradient] if centred else []))
     through = (normalised * products + total[0] if centred else normalised * products) / count
     dx = rstd * (gradient - (through if where is None else jnp.where(where, through, 0)))
@@ -57,7 +57,7 @@ def _plain_backward(centred, rows, x, scale, where, *rest, dtype):
 class _Kernels:
     """The kernels of an op and their derivatives.
 
-    rms_norm's are those of layer_norm without the mean (centred); it uses neither bias nor where.
+    centred: subtract the mean, as layer_norm does. rms_norm does not, and takes neither bias nor where.
     """
 
     def __init__(self, op: str, centred: bool):
@@ -122,8 +122,8 @@ class _Kernels:
     def _tangent(self, rows: Rows, x, scale, where, *rest, dtype):
         """dy = scale A dx + x^ dscale + dbias, with x^ = (x - mean) rstd.
 
-        A dx = rstd (dx - mean(dx) - x^ mean(x^ dx)), the means over the counted positions and the first only if
-        centred. Where all count, A is symmetric, and the backward kernel without a scale.
+        A dx = rstd (dx - mean(dx) - x^ mean(x^ dx)), with means over the positions that count; mean(dx) only if
+        centred. If all positions count, A is symmetric, and the backward kernel without a scale computes A dx.
         """
         *statistics, dx, dscale, dbias = rest
         wide = accumulator(x.dtype)

@@ -23,23 +23,23 @@ def layer_norm(
     r"""Layer normalisation: :math:`(x - \mu) / \sqrt{\sigma^2 + \epsilon} \cdot \mathrm{scale} + \mathrm{bias}`.
 
     After Ba, Kiros and Hinton, "Layer Normalization" (2016). Mean and (biased) variance are taken over `axis`, in f32
-    (f64 if an operand or the result is f64); the variance from the deviations, so that it stays exact where the mean
-    is much larger than the spread. Results equal those of Flax's `LayerNorm` with `use_fast_variance=False`.
+    (f64 if an operand or the result is f64). The variance is computed from deviations, so it stays accurate even if the
+    mean is much larger than the spread. The result equals Flax's `LayerNorm` with `use_fast_variance=False`.
 
     Args:
       x: array of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy.
-      scale: multiplies the normalised values; has the shape of the normalised axes, in the order of x's axes.
-      bias: added last; shape as `scale`.
-      axis: the axis or axes to normalise over; None: all.
-      epsilon: added to the variance, in the square of x's units; a Python number, at least 0.
-      where: boolean mask that broadcasts to x's shape: which positions count in the statistics (Flax's `mask`). All
-        positions are normalised; a row without a counting position is NaN.
-      residual: array of x's shape that is added to `x` before everything else.
-      dtype: dtype of the result; by default the one to which `x`, `scale` and `bias` promote, as in Flax: bfloat16 `x`
-        with float32 parameters gives a float32 result.
+      scale: multiplies the normalised values. Its shape is the shape of the normalised axes, in the order of x's axes.
+      bias: added last; same shape as `scale`.
+      axis: the axis or axes to normalise over; None: all axes.
+      epsilon: added to the variance, in x's units squared; a Python number, at least 0.
+      where: boolean mask that broadcasts to x's shape. Only positions where it is True count in the statistics (Flax's
+        `mask`), but all positions are normalised. If no position counts, the row is NaN.
+      residual: array of x's shape, added to `x` first.
+      dtype: the result's dtype. By default `x`, `residual`, `scale` and `bias` promote, as in Flax: bfloat16 `x` with
+        float32 parameters gives a float32 result.
 
     Returns:
-      The normalised array, of x's shape; with `residual` the pair of it and `x + residual`.
+      The normalised array, of x's shape. With `residual`, the pair (normalised array, `x + residual`).
 
     Raises:
       TypeError: an operand is a list, boolean or complex, `dtype` is not floating, or `epsilon` is traced.

@@ -63,24 +63,26 @@ def log_softmax(
 ) -> jax.Array:
     r"""Logarithm of the softmax of `x * scale + bias`: :math:`z_i - \log \sum_j e^{z_j}`.
 
-    Computed in f32 (f64 if `x` or the result is f64); bfloat16 logits with `dtype=jnp.float32` give f32
-    log-probabilities in one pass. Without the keyword arguments it is a drop-in for :func:`jax.nn.log_softmax`. The
-    backward pass takes the probabilities from `x` and each row's maximum and sum of exponentials, which the forward
-    pass keeps, instead of from a rounded result.
+    Computed in f32 (f64 if `x` or the result is f64). bfloat16 logits with `dtype=jnp.float32` give f32
+    log-probabilities in one pass. Without keyword arguments it is a drop-in for :func:`jax.nn.log_softmax`.
+
+    The forward pass saves each row's maximum and sum of exponentials. From them and `x` the backward pass recomputes
+    the probabilities, which is more accurate than using the rounded result.
 
     Args:
       x: logits of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy. Complex arrays
-        run on XLA's operations, with a warning, and take none of scale, bias, causal and dtype.
-      axis: the axis or axes over which the probabilities sum to one, counted in the result's shape; None: all.
-      where: boolean mask that broadcasts with `x` (both ways). Where it is False the result is -inf, the gradient 0.
-      scale: scalar that multiplies `x`; 1 by default.
-      bias: array that broadcasts with `x` and is added after the scaling; differentiable.
-      causal: mask entry (i, j) of the last two axes unless j <= i: query i sees keys 0 to i.
-      dtype: dtype of the result; that of `x` by default.
+        run on XLA's operations, with a warning; for them scale, bias, causal and dtype are errors.
+      axis: the axis or axes over which the probabilities sum to one; they index the result's shape. None: all axes.
+      where: boolean mask that broadcasts with `x` (both ways). If it is False, the entry is masked: its result is -inf
+        and its gradient 0.
+      scale: scalar that multiplies `x`; default 1. Differentiable.
+      bias: array that broadcasts with `x` (both ways), added after scaling. Differentiable.
+      causal: if True, query i sees only keys 0 to i: entry (i, j) of the last two axes is masked unless j <= i.
+      dtype: the result's dtype; default: x's dtype.
 
     Returns:
-      An array of the joint shape of `x`, `bias` and `where`. If the entries of a row that take part include NaN or
-      +inf, or are all -inf, they are NaN; an entry that takes no part affects no other.
+      An array with the joint shape of `x`, `bias` and `where`. If a row's unmasked entries include NaN or +inf, or are
+      all -inf, they become NaN. Masked entries never affect other entries.
 
     Raises:
       TypeError: `x` is a list or boolean, or `dtype` is not floating.

@@ -21,7 +21,7 @@ from jaxops.ops._matmul_kernel import EIGHT_BITS, Spec, arithmetic_of, has_algor
 
 @functools.lru_cache(maxsize=1024)
 def _reference_shape(function, a, b, x64, promotion):
-    """The result's shape and dtype as the reference has it, and the reference's own errors for bad operands."""
+    """The reference's result shape and dtype; for bad operands, the reference's error."""
     del x64, promotion  # part of the cache's key: dtypes promote differently under them
     return jax.eval_shape(function, a, b)
 
@@ -108,33 +108,34 @@ def matmul(
     lhs_scale: jax.typing.ArrayLike | None = None,
     rhs_scale: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
-    r"""Matrix product as of :func:`jax.numpy.matmul`: :math:`\mathrm{activation}(s\,a b + \mathrm{bias})`.
+    r"""Matrix product as in :func:`jax.numpy.matmul`: :math:`\mathrm{activation}(s\,a b + \mathrm{bias})`.
 
-    Sums are kept in f32 (f64 for f64); scales, bias and activation are applied to them before the result is rounded.
-    Where the contracted axis is split over devices, each device's sum is rounded to the result's dtype before they are
-    added, as XLA's are.
-    On a GPU f32 operands are rounded to TF32 unless the highest precision is asked for, as XLA's are; then the error is
-    that of f32 arithmetic. Which kernel a GPU runs follows from shapes, dtypes and the device by a table of measured
-    rates; where XLA's own dot is faster, it is chosen, and :func:`jaxops.explain` says so. On the CPU, and for dtypes
-    or options without a kernel (with a :class:`jaxops.FallbackWarning`), the product is XLA's own dot.
+    Sums are kept in f32 (f64 for f64). Scales, bias and activation are applied to these sums before the result is
+    rounded. If the contracted axis is split over devices, each device's sum is rounded to the result's dtype before
+    the sums are added, as in XLA.
+
+    On a GPU, f32 operands are rounded to TF32, as in XLA; with the highest precision the error is as small as with f32
+    arithmetic. Shapes, dtypes and the device decide which kernel runs, by measured rates. If XLA's own dot is faster,
+    it runs instead; :func:`jaxops.explain` shows the choice. XLA's dot also runs on the CPU, and, with a
+    :class:`jaxops.FallbackWarning`, for dtypes and options that no kernel supports.
 
     Args:
       a: array of 1 or more dimensions, `[..., m, k]`; 1-D as in numpy.
       b: array of 1 or more dimensions, `[..., k, n]`; 1-D as in numpy. Leading axes broadcast.
       precision: as in jax.numpy.matmul; see above.
-      preferred_element_type: dtype of the result; by default the one to which `a` and `b` promote.
+      preferred_element_type: the result's dtype; by default `a` and `b` promote.
       out_sharding: as in jax.numpy.matmul.
       bias: array that broadcasts to the result's shape; added in f32 (f64).
       activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu".
-      lhs_scale: scalar by which `a` is to be multiplied, as the scale of a tensor of 8-bit floats; f32 (f64).
-      rhs_scale: the same for `b`; s above is the product of both.
+      lhs_scale: scalar that multiplies `a`, such as the scale of an 8-bit tensor; used in f32 (f64).
+      rhs_scale: scalar that multiplies `b`. In the formula, s is the product of both scales.
 
     Returns:
-      The product, of the shape that numpy gives it; never weakly typed.
+      The product, with the same shape as in numpy; never weakly typed.
 
     Raises:
       TypeError: an operand is a list, or the contracted axes differ.
-      ValueError: an operand is a scalar, `activation` is unknown, `bias` does not broadcast, or a scale is no scalar.
+      ValueError: an operand is a scalar, `activation` is unknown, `bias` does not broadcast, or a scale has axes.
 
     Example:
       >>> import jax.numpy as jnp, jaxops
@@ -173,7 +174,7 @@ def matmul(
 
 
 def _joint_scale(op, lhs_scale, rhs_scale, dtype):
-    """The product of the scales that there are, in the dtype in which results of `dtype` are summed; None of none."""
+    """The product of the given scales, in the dtype that sums `dtype` results; None if there are no scales."""
     scales = []
     for name, scale in (("lhs_scale", lhs_scale), ("rhs_scale", rhs_scale)):
         if scale is None:
@@ -186,9 +187,9 @@ def _joint_scale(op, lhs_scale, rhs_scale, dtype):
 
 
 def _compose(op, reference, operands, out, out_sharding, scale=None, bias=None, activation=None):
-    """XLA's dot with scale, bias and activation, for what has no kernel; as the kernels' results not weakly typed.
+    """XLA's dot with scale, bias and activation, for products without a kernel; never weakly typed.
 
-    What follows the dot gets its sums, as in the kernels, not sums rounded to the result's dtype.
+    Scale, bias and activation get the dot's sums, as in the kernels, not sums rounded to the result's dtype.
     """
     dtype = out.dtype
     if scale is bias is activation is None:
@@ -223,24 +224,24 @@ def dot_general(
 ) -> jax.Array:
     """General contraction with the semantics of :func:`jax.lax.dot_general`, on the kernels of :func:`jaxops.matmul`.
 
-    Fits wherever a dot_general can be injected: `flax.linen.Dense(dot_general=jaxops.dot_general)`,
+    Pass it wherever a layer or function accepts a dot_general: `flax.linen.Dense(dot_general=jaxops.dot_general)`,
     `jax.numpy.einsum(..., _dot_general=jaxops.dot_general)`.
 
     Args:
       lhs: array.
-      rhs: array; dtypes may differ, both are then promoted.
+      rhs: array; if the dtypes differ, both operands promote.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, axes of each operand.
       precision: as in jax.lax.dot_general; see :func:`jaxops.matmul`.
-      preferred_element_type: dtype of the result; by default the one to which the operands promote.
+      preferred_element_type: the result's dtype; by default the operands promote.
       out_sharding: as in jax.lax.dot_general.
-      lhs_scale: scalar by which `lhs` is to be multiplied; see :func:`jaxops.matmul`.
-      rhs_scale: the same for `rhs`.
+      lhs_scale: scalar that multiplies `lhs`; see :func:`jaxops.matmul`.
+      rhs_scale: scalar that multiplies `rhs`.
 
     Returns:
-      The contraction: batch axes first, then the free axes of `lhs`, then those of `rhs`.
+      The contraction: batch axes first, then lhs's free axes, then rhs's free axes.
 
     Raises:
-      TypeError, ValueError: as jax.lax.dot_general, for axes that do not exist or do not match; a scale is no scalar.
+      TypeError, ValueError: axes do not exist or do not match, as in jax.lax.dot_general; a scale is not a scalar.
 
     Example:
       >>> import jax.numpy as jnp, jaxops
@@ -271,7 +272,7 @@ def triangular_dot_general(
     rhs_scale: Any = None,
     triangle: str | None = None,
 ) -> jax.Array:
-    """`dot_general`, of which a triangle need not be multiplied: see `Spec`."""
+    """`dot_general` that may skip a triangle of the product: see `Spec`."""
     lhs, rhs = arguments.array("dot_general", "lhs", lhs), arguments.array("dot_general", "rhs", rhs)
     try:
         numbers = tuple(

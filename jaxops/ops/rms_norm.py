@@ -21,18 +21,18 @@ def rms_norm(
     r"""Root mean square normalisation: :math:`x / \sqrt{\mathrm{mean}(x^2) + \epsilon} \cdot \mathrm{scale}`.
 
     After Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). The mean square is taken over `axis`, in
-    f32 (f64 if an operand or the result is f64). Results equal those of Flax's `RMSNorm`.
+    f32 (f64 if an operand or the result is f64). The result equals Flax's `RMSNorm`.
 
     Args:
       x: array of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy.
-      scale: multiplies the normalised values; has the shape of the normalised axes, in the order of x's axes.
-      axis: the axis or axes to normalise over; None: all.
-      epsilon: added to the mean square, in the square of x's units; a Python number, at least 0.
-      residual: array of x's shape that is added to `x` before everything else.
-      dtype: dtype of the result; by default the one to which `x` and `scale` promote, as in Flax.
+      scale: multiplies the normalised values. Its shape is the shape of the normalised axes, in the order of x's axes.
+      axis: the axis or axes to normalise over; None: all axes.
+      epsilon: added to the mean square, in x's units squared; a Python number, at least 0.
+      residual: array of x's shape, added to `x` first.
+      dtype: the result's dtype. By default `x`, `residual` and `scale` promote, as in Flax.
 
     Returns:
-      The normalised array, of x's shape; with `residual` the pair of it and `x + residual`.
+      The normalised array, of x's shape. With `residual`, the pair (normalised array, `x + residual`).
 
     Raises:
       TypeError: an operand is a list, boolean or complex, `dtype` is not floating, or `epsilon` is traced.
