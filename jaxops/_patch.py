@@ -91,6 +91,17 @@ def _takes(x: Any, axis: Any = -1, where: Any = None, epsilon: Any = 1e-5, algor
     )
 
 
+def _in_pallas_kernel(x: Any) -> bool:
+    """Whether x is traced as part of a Pallas kernel, whose compilers do not know jaxops' primitives."""
+    trace = getattr(x, "_trace", None)
+    while trace is not None:
+        traced_for = getattr(getattr(getattr(trace, "frame", None), "debug_info", None), "traced_for", "")
+        if traced_for.startswith(("pallas", "mpmd_map")):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
 def _dispatch(name: str) -> Callable[..., jax.Array]:
     original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
     signature = inspect.signature(original)
@@ -106,7 +117,7 @@ def _dispatch(name: str) -> Callable[..., jax.Array]:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return original(*args, **kwargs)  # which says what is wrong
-        if not _takes(**given):
+        if not _takes(**given) or _in_pallas_kernel(given["x"]):
             return original(*args, **kwargs)
         listener(name)
         return replacement(
@@ -127,10 +138,10 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
     Replaces them in `jax.nn` and, if imported, in `flax.linen` and `flax.nnx`, for code that calls them there, and puts
     them back at the end of the scope, after an error too. Scopes nest; other threads keep jax.nn's functions meanwhile.
     Names that code imported before (`from jax.nn import softmax`) stay as they are, and so do functions that
-    :func:`jax.jit` traced before: it is the tracing that has to happen in the scope. What jaxops does not take goes
-    to jax.nn: complex numbers, 8-bit floats, names of mapped axes, `standardize` with a given mean or variance, or with
-    an epsilon that is an array, one of NumPy's numbers, or negative. `standardize` computes the variance in the stable
-    way, whichever `algorithm` is asked for.
+    :func:`jax.jit` traced before: it is the tracing that has to happen in the scope. Pallas kernels
+    keep jax.nn's functions. What jaxops does not take goes to jax.nn: complex numbers, 8-bit floats, names of mapped
+    axes, `standardize` with a given mean or variance, or with an epsilon that is an array, one of NumPy's numbers, or
+    negative. `standardize` computes the variance in the stable way, whichever `algorithm` is asked for.
 
     Args:
       listener: called with the function's name for each call that runs on jaxops.

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import pallas as pl
 
 import jaxops
 from jaxops import _patch, _warnings
+from jaxops.flax import linen
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 8)), jnp.float32)
 ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "standardize")}
@@ -164,3 +166,59 @@ def test_plain_forms_do_not_come_back(monkeypatch):
 def test_nothing_is_left_behind():
     assert not _patch._PATCH._replaced
     assert not _patch._PATCH._open
+
+
+def in_kernel(function):
+    """function, computed by a Pallas kernel; a new kernel, which no cache has."""
+
+    def kernel(x, out):
+        out[...] = function(x[...])
+
+    def call(x, **options):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), **options)(x)
+
+    return call
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+@pytest.mark.parametrize("how", ["alone", "in jit", "in a loop", "in jvp"])
+def test_pallas_kernels_keep_the_originals(name, how):
+    """Their compilers do not know the primitives; so does what is cached, after the scope too."""
+    wrap = {
+        "alone": lambda f: f,
+        "in jit": lambda f: jax.jit(lambda x: f(x)),
+        "in a loop": lambda f: lambda x: jax.lax.fori_loop(0, 1, lambda i, y: f(y), x),
+        "in jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[0],
+    }[how]
+    run = in_kernel(wrap(lambda x: getattr(jax.nn, name)(x)))
+    wanted, calls = ORIGINALS[name](X), []
+    with jaxops.patch_jax_nn(calls.append):
+        inside = str(jax.make_jaxpr(run)(X))
+        np.testing.assert_allclose(run(X, interpret=True), wanted, rtol=1e-6)
+    assert "jaxops" not in inside and "jaxops" not in str(jax.make_jaxpr(run)(X)) and not calls
+
+
+def test_swapped_models_keep_pallas_kernels():
+    """Of a linen model that calls a kernel."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.LayerNorm()(in_kernel(lambda x: jax.nn.softmax(x))(x))
+
+    model, report = linen.swap(Model())
+    variables = nn.LayerNorm().init(jax.random.key(0), X)
+    text = str(jax.make_jaxpr(lambda x: model.apply({"params": {"LayerNorm_0": variables["params"]}}, x))(X))
+    assert text.count("jaxops_layer_norm_fwd[") == 1 and "jaxops_softmax" not in text
+    assert set(report.swapped.values()) == {"LayerNorm"}
+
+
+@pytest.mark.gpu
+def test_pallas_kernels_on_a_gpu():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)  # of Triton's sizes, powers of two
+    for name in ("softmax", "log_softmax"):
+        run = in_kernel(lambda x, name=name: getattr(jax.nn, name)(x))
+        with jaxops.patch_jax_nn():
+            got = jax.jit(run)(x)
+        for y in (got, run(x)):
+            np.testing.assert_allclose(y, ORIGINALS[name](x), rtol=1e-5, atol=1e-6)
