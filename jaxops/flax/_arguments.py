@@ -1,4 +1,4 @@
-"""Checks of the arguments that functions and layers of linen and nnx have in common, by the arguments' names."""
+"""Checks, by name, of arguments that linen and nnx functions and layers share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def array(where: str, name: str, value: Any) -> jax.Array:
-    """What Flax takes for an array: whatever jax.numpy does."""
+    """Any value that jax.numpy accepts as an array, as in Flax."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -26,7 +26,7 @@ def array(where: str, name: str, value: Any) -> jax.Array:
 
 
 def inputs(where: str, value: Any) -> jax.Array:
-    """A layer's inputs, the last axis of which are features."""
+    """A layer's inputs; the last axis holds features."""
     value = array(where, "inputs", value)
     if not value.ndim:
         raise ValueError(f"{where}: inputs must have at least 1 dimension, the features, got shape ()")
@@ -94,7 +94,7 @@ def _positions(where: str, name: str, value: Any) -> None:
 
 
 def model(value: Any, module: type, library: str, other: str) -> None:
-    """Raises TypeError unless the value is a model of the library, whose base class of modules is given."""
+    """Raises TypeError unless the value is a module of the given library and base class."""
     if isinstance(value, type):
         raise TypeError(f"swap: model must be an instance, got the class {value.__name__}")
     if not isinstance(value, module):
@@ -121,7 +121,7 @@ _CHECKS: dict[str, Callable[[str, str, Any], Any]] = {
 
 
 def checked(function: _Function) -> _Function:
-    """The function, which checks those of its arguments whose names have a check."""
+    """The function, with a check of every argument whose name has one."""
     signature, where = inspect.signature(function), function.__name__
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""What the linen and the nnx layers have in common, as functions of arrays."""
+"""Code that linen and nnx layers share, as functions of arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def has_kernel(x: jax.Array | None) -> bool:
 
 
 def why_no_norm(layer: Any) -> str | None:
-    """Why a normalisation layer, of linen or nnx, has no kernel with its attributes; None: it has one."""
+    """Why a linen or nnx normalisation layer with these attributes has no kernel; None if it has one."""
     if layer.axis_name is not None:
         return f"statistics over the mesh axis {layer.axis_name!r} have no kernel"
     if isinstance(layer.epsilon, jax.core.Tracer):
@@ -48,7 +48,7 @@ def why_no_norm(layer: Any) -> str | None:
 
 
 def why_no_norm_of(centred: bool, mask: jax.Array | None, *arrays: jax.Array | None) -> str | None:
-    """Why a call with these x, scale and bias has no normalisation kernel; None: it has one."""
+    """Why a call with these x, scale and bias has no normalisation kernel; None if it has one."""
     for value in arrays:
         if not has_kernel(value):
             return f"there is no kernel for {value.dtype}"
@@ -72,11 +72,11 @@ def normalise(
 
     Args:
       x: real array.
-      scale, bias: of the shape of x's feature axes, in ascending order.
-      mask: boolean, which positions count in the statistics; broadcasts to x's shape. Only where centred.
-      centred: LayerNorm, else RMSNorm.
-      dtype: that of the result.
-      residual: added to x first; the result is then the pair of the normalised sum and the sum.
+      scale, bias: the shape is the shape of x's feature axes, in ascending order.
+      mask: boolean; only positions where it is true count. Broadcasts to x's shape. Only if centred.
+      centred: True for LayerNorm, False for RMSNorm.
+      dtype: the result's dtype.
+      residual: added to x first; then the result is the pair (normalised sum, sum).
     """
     reduced, features = (canonical_axes(axes, x.ndim) for axes in (reduction_axes, feature_axes))
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -95,7 +95,7 @@ def normalise(
         expanded = [x.shape[a] if a in features else 1 for a in reduced]
         inside = (None if v is None else jnp.broadcast_to(v.reshape(expanded), shape) for v in (scale, bias))
         return run(*inside, dtype)
-    # One parameter for several rows: outside the kernel.
+    # The parameter differs between rows, so it is applied outside the kernel.
     wide = jnp.promote_types(jnp.result_type(*(v for v in (x, scale, bias) if v is not None)), jnp.float32)
     y = run(None, None, wide)
     y, *total = y if residual is not None else (y,)
@@ -140,7 +140,7 @@ def contract(
         preferred_element_type = jnp.promote_types(product, bias.dtype)
     options = {"precision": precision, "preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     reshaped = batch or len(axes) > 1 or len(features) > 1 or axes[0] != inputs.ndim - 1
-    # An out_sharding is of the result's shape, which only dot_general has; complex and 8-bit biases have no kernel.
+    # out_sharding fits the result's shape, which only dot_general has; complex and 8-bit biases have no kernel.
     if (out_sharding is not None and reshaped) or (activation is None and not has_kernel(bias)):
         batch_numbers, kernel_axes = tuple(batch_axes), tuple(range(len(batch), len(batch) + len(axes)))
         out = dot_general(inputs, kernel, ((tuple(axes), kernel_axes), (batch_numbers, batch_numbers)), **options)
@@ -159,14 +159,14 @@ def contract(
 def contract_together(
     inputs: jax.Array, kernels: Sequence[jax.Array], biases: Sequence[jax.Array] | None, *, precision: Any = None
 ) -> list[jax.Array]:
-    """inputs kernel + bias for several kernels `[k, heads, depth]` of one shape, as one product, forward and backward.
+    """Computes inputs kernel + bias for several kernels `[k, heads, depth]` with one product, forward and backward.
 
     Their columns are interleaved by head, so that heads can be split over devices.
     """
     kernel = jnp.stack(kernels, axis=-2)
     bias = None if biases is None else jnp.stack(biases, axis=-2)
     out = contract(inputs, kernel, bias, axes=(inputs.ndim - 1,), precision=precision)
-    # Not by indexing: the transpose of a split is a concatenation, that of a slice a padding and an addition.
+    # Split instead of indexing: a split's transpose is a concatenation, a slice's transpose pads and adds.
     return [jnp.squeeze(part, -2) for part in jax.lax.split(out, (1,) * len(kernels), axis=out.ndim - 2)]
 
 
@@ -176,7 +176,7 @@ def _heads_first(x: jax.Array) -> jax.Array:
 
 
 def _triangular(product: Callable[..., jax.Array], triangle: str) -> Callable[..., jax.Array]:
-    """The product with keys after their query left out, if it is ours, and nobody asks what is in their place."""
+    """The product without keys after their query, if it is ours and no debug option checks their entries."""
     if product is not dot_general or jax.config.jax_debug_nans or jax.config.jax_debug_infs:
         return product
     return functools.partial(triangular_dot_general, triangle=triangle)
@@ -187,7 +187,7 @@ def query_key(
 ) -> jax.Array:
     """`[..., heads, queries, keys]` from `[..., queries, heads, depth]` and `[..., keys, heads, depth]`.
 
-    causal: what keys after their query give is not looked at.
+    causal: products with keys after their query are not used.
     """
     query, key = _heads_first(query), _heads_first(key)
     batch, last = tuple(range(query.ndim - 2)), (query.ndim - 1,)
@@ -210,12 +210,12 @@ def weights_value(
 
 
 def _triangle(shape: Sequence[int]) -> jax.Array:
-    """`[queries, keys]`: which keys causality leaves a query."""
+    """`[queries, keys]`: the keys that a causal query sees."""
     return jnp.tril(jnp.ones(shape, bool))
 
 
 def visible_rows(mask: jax.Array, causal: bool) -> jax.Array:
-    """`[..., queries, 1]`: which queries see a key at all."""
+    """`[..., queries, 1]`: the queries that see at least one key."""
     if causal:
         mask = mask & _triangle(mask.shape[-2:])
     return jnp.any(mask, axis=-1, keepdims=True)
@@ -228,7 +228,7 @@ def _boolean_mask(mask: Any, rank: int) -> jax.Array:
 
 
 def check_key_value(key: jax.Array, value: jax.Array) -> None:
-    """Raises ValueError unless there is a value for each key."""
+    """Raises ValueError unless each key has a value."""
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree but for their last axes")
 
@@ -236,12 +236,12 @@ def check_key_value(key: jax.Array, value: jax.Array) -> None:
 def early_scale(depth: int, *, users: bool = False, widened: bool = False) -> float:
     """The factor of depth^-1/2 by which queries are multiplied before their products with keys are rounded.
 
-    The rest is the softmax's scale. A power of two costs no accuracy, and leaves products at most as large as Flax's,
-    which divides queries first: else those of float16 might overflow.
+    The rest is the softmax's scale. A power of two costs no accuracy. It keeps products at most as large as Flax's,
+    which divides queries first; otherwise float16 products might overflow.
 
     Args:
       depth: of query and key.
-      users: the product is the user's own, which is to see the queries as Flax scales them.
+      users: the product is the user's own, and must get queries scaled as in Flax.
       widened: the product has more bits than query and key.
     """
     scale = depth**-0.5
@@ -264,13 +264,13 @@ def attention_weights(
 ) -> jax.Array:
     """softmax(query key^T depth^-1/2 + bias) over the keys that a query sees.
 
-    It sees those that neither the mask nor causality hides, and whose bias is above -inf. A query that sees none has
-    equal weights for the keys that are hidden, as Flax's large negative logits give them: NaN if none is.
+    A key is hidden by the mask, by causality, or by a bias of -inf. If a query sees no key, hidden keys get equal
+    weights, as from Flax's large negative logits; if no key is hidden by mask or causality, the weights are NaN.
 
     Args:
       query, key: as `score` takes them, which gives their products, `[..., heads, queries, keys]`.
       mask: broadcasts to the shape of the products.
-      early: the factor of depth^-1/2 by which `score` is to get its queries multiplied (see `early_scale`).
+      early: the factor of depth^-1/2 that multiplies queries before `score` (see `early_scale`).
       uniform: without a bias, False gives weights of 0 to a query that sees no key (see `restore_rows`).
     """
     rest = query.shape[-1] ** -0.5 / early
@@ -295,7 +295,7 @@ def attention_weights(
     hidden = hidden | ~_triangle(shape[-2:]) if causal else jnp.broadcast_to(hidden, (*mask.shape[:-2], *shape[-2:]))
     count = jnp.sum(hidden, axis=-1, keepdims=True, dtype=jnp.float32)
     equal = jnp.where(count == 0, jnp.nan, hidden / count)
-    # Added, not selected: where no key is seen the kernel's weights are 0, and so are its gradients.
+    # Add instead of select: if no key is seen, the kernel's weights and gradients are 0.
     return weights + jnp.where(seen, 0, equal).astype(weights.dtype)
 
 
@@ -322,7 +322,7 @@ def attend(
       early: see `attention_weights`.
       mix: `[..., queries, heads, features]` from weights and values.
       dtype: of the weights.
-      change: takes the weights, and returns those that are used: dropout, or to look at them.
+      change: maps the weights to the weights that are used; for dropout, or to observe them.
     """
     uniform = change is not None or bias is not None
     options = {"score": score, "early": early, "causal": causal, "dtype": dtype, "uniform": uniform}
@@ -334,7 +334,7 @@ def attend(
 
 
 def restore_rows(out: jax.Array, value: jax.Array, mask: jax.Array | None, causal: bool) -> jax.Array:
-    """What attention with equal weights gives, in the rows of `out` whose query sees no key.
+    """Replaces the rows of `out` whose query sees no key by attention with equal weights.
 
     Args:
       out: `[..., queries, heads, features]`, from weights of 0 in such rows.
@@ -354,12 +354,12 @@ def restore_rows(out: jax.Array, value: jax.Array, mask: jax.Array | None, causa
 def drop(
     weights: jax.Array, rng: jax.Array | None, rate: float, broadcast: bool, leading: int, dtype: Any
 ) -> jax.Array:
-    """Dropout of attention weights with the random bits that Flax draws.
+    """Dropout of attention weights, with the same random bits as Flax.
 
     Args:
       weights: `[..., heads, queries, keys]`.
       broadcast: drop the same entries in every batch and head.
-      leading: by how many axes of size 1 the drawn mask then has.
+      leading: how many leading axes of size 1 the drawn mask then has.
     """
     shape = (1,) * leading + weights.shape[-2:] if broadcast else weights.shape
     kept = jax.random.bernoulli(rng, 1 - rate, shape)

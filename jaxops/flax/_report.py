@@ -1,4 +1,4 @@
-"""What a swap did."""
+"""The report of a swap."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass
 class SwapReport:
-    """Which layers and functions of a model run on jaxops, which do not, and why; `print` shows it as a table.
+    """Lists the layers and functions of a model that run on jaxops, and why others do not; prints as a table.
 
     Attributes:
-      swapped: the layer's type, or the function's name, by the path in the model.
-      kept: why a layer runs on Flax's own code, by the path; layers without arrays of their own are not listed.
+      swapped: by path in the model, the layer's type or the function's name.
+      kept: by path, why a layer runs on Flax's code. Layers without their own arrays are not listed.
     """
 
     swapped: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -1,8 +1,9 @@
-"""flax.nnx's layers on jaxops' kernels, and `swap`, which puts them into an existing nnx model.
+"""flax.nnx's layers on jaxops' kernels, and `swap`, which moves an existing nnx model onto them.
 
-Every layer is a subclass of Flax's: constructors, attributes, variables with their metadata, and result dtypes are
-Flax's, and checkpoints fit both ways. What a layer has no kernel for it computes as Flax does, with a
-:class:`jaxops.FallbackWarning`; where it is given functions of the caller's for its products, without one.
+Every layer is a subclass of the Flax layer with the same name. Constructors, attributes, variables with their metadata,
+and result dtypes are Flax's, and checkpoints fit both ways. A call without a kernel runs on Flax's code, with a
+:class:`jaxops.FallbackWarning`. If you pass your own function for a layer's products, the layer uses it without a
+warning.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn
     arrays = (x, scale, bias) if centred else (x, scale)
     promoted, *parameters = layer.promote_dtype(arrays, dtype=layer.dtype)
     if layer.promote_dtype is not dtypes.promote_dtype:
-        x = promoted  # else the kernel reads x as it is: the result is the nearer one
+        x = promoted  # else the kernel reads x unpromoted, which is more accurate
     return _functions.normalise(
         x,
         *(parameters if centred else (*parameters, None)),
@@ -72,8 +73,8 @@ def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn
 class LayerNorm(nnx.LayerNorm):
     """:class:`flax.nnx.LayerNorm` on :func:`jaxops.layer_norm`: the same arguments, variables and results.
 
-    The variance is always the stable one, whatever `use_fast_variance` says. Statistics over a mesh axis (`axis_name`)
-    are Flax's own, with a warning.
+    The variance is always computed stably, whatever `use_fast_variance` says. Statistics over a mesh axis (`axis_name`)
+    run on Flax's code, with a warning.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,9 +85,9 @@ class LayerNorm(nnx.LayerNorm):
     """
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
-        """Normalises x; the statistics count the positions where `mask`, which broadcasts to x's shape, is true.
+        """Normalises x. If `mask`, which broadcasts to x's shape, is given, only positions where it is true count.
 
-        With `residual`, an array of x's shape, the result is the pair of the normalised sum and the sum.
+        With `residual`, an array of x's shape, returns the pair (normalised sum, sum).
         """
         return _normalise(self, x, mask, True, nnx.LayerNorm, residual)
 
@@ -94,7 +95,7 @@ class LayerNorm(nnx.LayerNorm):
 class RMSNorm(nnx.RMSNorm):
     """:class:`flax.nnx.RMSNorm` on :func:`jaxops.rms_norm`: the same arguments, variables and results.
 
-    A call with a mask, and statistics over a mesh axis (`axis_name`), are Flax's own, with a warning.
+    Masks and statistics over a mesh axis (`axis_name`) run on Flax's code, with a warning.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,9 +106,9 @@ class RMSNorm(nnx.RMSNorm):
     """
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None, *, residual: jax.Array | None = None) -> Any:
-        """Normalises x; a mask is Flax's own.
+        """Normalises x; with a mask on Flax's code.
 
-        With `residual`, an array of x's shape, the result is the pair of the normalised sum and the sum.
+        With `residual`, an array of x's shape, returns the pair (normalised sum, sum).
         """
         return _normalise(self, x, mask, False, nnx.RMSNorm, residual)
 
@@ -142,12 +143,12 @@ def _product(layer: Any, inputs: jax.Array, axes, batch_axes, activation, out_sh
 class Linear(nnx.Linear):
     """:class:`flax.nnx.Linear` on :func:`jaxops.matmul`, bias and activation in the same kernel.
 
-    Arguments, variables and results are Flax's, up to rounding (see :func:`jaxops.matmul`). With a
-    `dot_general=` of the user's own it is Flax's layer.
+    Arguments, variables and results are Flax's, up to rounding (see :func:`jaxops.matmul`). If you pass your
+    own `dot_general=`, the layer is Flax's.
 
     Args:
       activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu"; applied to the result.
-      **options: as `flax.nnx.Linear`'s.
+      **options: as in `flax.nnx.Linear`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -178,8 +179,8 @@ class Linear(nnx.Linear):
 class LinearGeneral(nnx.LinearGeneral):
     """:class:`flax.nnx.LinearGeneral` on :func:`jaxops.matmul`, the bias in the same kernel.
 
-    Arguments, variables and results are Flax's, up to rounding (see :func:`jaxops.matmul`). With a
-    `dot_general=` of the user's own it is Flax's layer.
+    Arguments, variables and results are Flax's, up to rounding (see :func:`jaxops.matmul`). If you pass your
+    own `dot_general=`, the layer is Flax's.
 
     Example:
       >>> import jax.numpy as jnp
@@ -190,7 +191,7 @@ class LinearGeneral(nnx.LinearGeneral):
     """
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Contracts the axes `axis`; the features come last."""
+        """Contracts the axes `axis`; the new feature axes come last."""
         if id(self) in (projections := _projections.get() or {}):
             return projections[id(self)]
         if _why_no_product(self):
@@ -231,28 +232,28 @@ def dot_product_attention(
 ) -> jax.Array:
     """:func:`flax.nnx.dot_product_attention` on jaxops, for `MultiHeadAttention(attention_fn=...)`.
 
-    The products run on :func:`jaxops.dot_general`; scaling, bias, mask and softmax are one kernel. Without dropout and
-    `module` the logits are float32, as in Flax. A query that sees no key attends to all equally, as in Flax.
+    The products run on :func:`jaxops.dot_general`; scaling, bias, mask and softmax are one kernel. As in Flax, logits
+    are float32 unless there is dropout or `module`, and a query that sees no key attends to all keys equally.
 
     Args:
       query: `[batch..., queries, heads, depth]`.
-      key: `[batch..., keys, key heads, depth]`; the number of key heads divides that of heads.
+      key: `[batch..., keys, key heads, depth]`; the number of key heads divides the number of heads.
       value: `[batch..., keys, key heads, features]`.
       bias: broadcasts to `[batch..., heads, queries, keys]`; added to the scaled logits.
-      mask: broadcasts to the same shape; an entry takes part where it is true.
-      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights, as in Flax, bit by bit.
-      dtype: of the computation; by default the one to which query, key and value promote.
-      precision: of the products with dropout or `module`, as in Flax.
+      mask: broadcasts to the same shape; a query sees a key if it is true.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights, with Flax's bits.
+      dtype: dtype of the computation; by default query, key and value promote.
+      precision: precision of the products if there is dropout or `module`, as in Flax.
       module: stores the weights as the intermediate `attention_weights`.
       promote_dtype: as in Flax.
-      is_causal: query i sees the keys 0 to i, besides `mask`; later keys are not even read.
+      is_causal: query i sees only keys 0 to i, in addition to `mask`; later keys are not read.
       dot_general: computes both products.
 
     Returns:
       `[batch..., queries, heads, features]`.
 
     Raises:
-      ValueError: shapes or options that do not fit.
+      ValueError: shapes or options do not fit.
 
     Example:
       >>> import jax.numpy as jnp
@@ -270,7 +271,7 @@ def dot_product_attention(
             "and the key's heads must divide the query's"
         )
     _functions.check_key_value(key, value)
-    weighted = module is not None or dropout_rate > 0  # Flax then keeps logits in the dtype of the computation
+    weighted = module is not None or dropout_rate > 0  # then Flax keeps logits in the computation's dtype
     wide = None if weighted else jnp.promote_types(query.dtype, jnp.float32)
     precision = precision if weighted else None
     einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=dot_general)
@@ -329,7 +330,7 @@ def dot_product_attention_with_rope(
 
     Args:
       query, key, value: as in `dot_product_attention`.
-      rope: a `flax.nnx.RoPE`, or a function like it of `[..., tokens, depth]` and positions; for query and key.
+      rope: a `flax.nnx.RoPE`, or a similar function of `[..., tokens, depth]` and positions, for query and key.
       input_positions: `[tokens]`; by default 0, 1, ...
       **options: as in `dot_product_attention`.
 
@@ -354,7 +355,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     Arguments, variables and results are Flax's; `attention_fn` is :func:`dot_product_attention` of this module.
 
     Args:
-      *args, attention_fn, **options: as `flax.nnx.MultiHeadAttention`'s.
+      *args, attention_fn, **options: as in `flax.nnx.MultiHeadAttention`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -372,7 +373,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 _swap_layer(child)
 
     def __call__(self, inputs_q: jax.Array, *others: Any, **options: Any) -> jax.Array:
-        """As Flax's: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
+        """Flax's signature: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
         arguments.array("MultiHeadAttention", "inputs_q", inputs_q)
         given = [x for x in (*others, options.get("inputs_k"), options.get("inputs_v")) if x is not None]
         together = options.get("qkv_sharding") is None and all(x is inputs_q for x in given)
@@ -395,7 +396,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
 
 def _of_projection(layer: nnx.LinearGeneral) -> tuple[Any, ...]:
-    """What projections must share to be computed together; key and value may have fewer heads than query."""
+    """The attributes that projections must share to be computed together; key and value may have fewer heads."""
     arrays = [(a.shape, a.dtype) if a is not None else None for a in (layer.kernel, layer.bias)]
     return (*arrays, layer.axis, layer.dtype, layer.precision, layer.promote_dtype, layer.preferred_element_type)
 
@@ -413,7 +414,7 @@ _SWAPS: dict[type, type] = {
 
 
 def _own_attention(attention: Callable[..., Any], products: bool = True) -> Callable[..., Any] | None:
-    """jaxops' function for one of Flax's."""
+    """jaxops' counterpart of a Flax attention function."""
     options = {} if products else {"dot_general": jax.lax.dot_general}
     if attention is nnx.dot_product_attention:
         return functools.partial(dot_product_attention, **options) if options else dot_product_attention
@@ -424,7 +425,7 @@ def _own_attention(attention: Callable[..., Any], products: bool = True) -> Call
 
 
 def _why_not(layer: nnx.Module) -> str | None:
-    """Why a layer of a class in `_SWAPS` stays Flax's."""
+    """Why a layer of a class in `_SWAPS` stays with Flax."""
     if isinstance(layer, nnx.LayerNorm | nnx.RMSNorm):
         return _functions.why_no_norm(layer)
     if isinstance(layer, nnx.MultiHeadAttention):
@@ -434,7 +435,7 @@ def _why_not(layer: nnx.Module) -> str | None:
 
 
 def _swap_layer(layer: nnx.Module, products: bool = True) -> None:
-    """Makes the layer one of ours: the same object, attributes and variables, another class."""
+    """Turns the layer into ours: the same object, attributes and variables with another class."""
     if isinstance(layer, nnx.MultiHeadAttention):
         layer.attention_fn = _own_attention(layer.attention_fn, products)
     object.__setattr__(layer, "__class__", _SWAPS[type(layer)])
@@ -442,16 +443,16 @@ def _swap_layer(layer: nnx.Module, products: bool = True) -> None:
 
 @arguments.checked
 def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_Model, SwapReport]:
-    """The same nnx model running on jaxops.
+    """Returns the same nnx model, running on jaxops.
 
-    Every LayerNorm, RMSNorm, Linear, LinearGeneral and MultiHeadAttention of Flax's becomes jaxops' layer of that name
-    and keeps its variables, so that paths, state, checkpoints and optimisers stay as they are. Layers with a
-    `dot_general` or `attention_fn` of their own, statistics over a mesh axis, and subclasses that may do something else
-    stay as they are. For models that call `jax.nn.softmax` and its like themselves see :func:`jaxops.patch_jax_nn`.
+    Flax's LayerNorm, RMSNorm, Linear, LinearGeneral and MultiHeadAttention become jaxops' layers with the same names.
+    They keep their variables, so paths, state, checkpoints and optimisers stay as they are. A layer is not swapped if
+    it has its own `dot_general` or `attention_fn`, if its statistics are over a mesh axis, or if it is a subclass that
+    may compute something else. If the model calls `jax.nn.softmax` itself, also use :func:`jaxops.patch_jax_nn`.
 
     Args:
       model: an nnx module.
-      copy: swap in a copy, which has variables of its own; False: in the model itself.
+      copy: swap a copy, which has its own variables; False: swap the model in place.
       products: also swap linear layers and the products of attention; False: leave matrix products to XLA.
 
     Returns:

@@ -1,8 +1,9 @@
-"""flax.linen's layers on jaxops' kernels, and `swap`, which puts them into an existing linen model.
+"""flax.linen's layers on jaxops' kernels, and `swap`, which moves an existing linen model onto them.
 
-Every layer is a subclass of Flax's, of the same name: attributes, defaults, parameters, automatic names and result
-dtypes are Flax's, and checkpoints fit both ways. What a layer has no kernel for it computes as Flax does, with a
-:class:`jaxops.FallbackWarning`; where it is given functions of the caller's for its products, without one.
+Every layer is a subclass of the Flax layer with the same name. Attributes, defaults, parameters, automatic names and
+result dtypes are Flax's, and checkpoints fit both ways. A call without a kernel runs on Flax's code, with a
+:class:`jaxops.FallbackWarning`. If you pass your own function for a layer's products, the layer uses it without a
+warning.
 """
 
 from jaxops.flax._report import SwapReport

@@ -41,19 +41,19 @@ def dot_product_attention_weights(
 ) -> jax.Array:
     """:func:`flax.linen.dot_product_attention_weights` on jaxops: scaling, bias, mask and softmax in one kernel.
 
-    A query that sees no key has equal weights, as in Flax.
+    As in Flax, a query that sees no key has equal weights.
 
     Args:
       query: `[batch..., queries, heads, depth]`.
       key: `[batch..., keys, heads, depth]`.
       bias: broadcasts to `[batch..., heads, queries, keys]`; added to the scaled logits.
-      mask: broadcasts to the same shape; an entry takes part where it is true.
-      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights, as in Flax, bit by bit.
-      dtype: of the computation; by default the one to which query and key promote.
-      precision, einsum_dot_general, einsum: of the product, as in Flax; by default jaxops.dot_general's.
+      mask: broadcasts to the same shape; a query sees a key if it is true.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights, with Flax's bits.
+      dtype: dtype of the computation; by default query and key promote.
+      precision, einsum_dot_general, einsum: options of the product, as in Flax; by default jaxops.dot_general.
       module: stores the weights as the intermediate "attention_weights".
-      force_fp32_for_softmax: the weights are float32. The softmax is computed in f32 in any case.
-      causal: query i sees the keys 0 to i, besides `mask`.
+      force_fp32_for_softmax: return float32 weights. The softmax is always computed in f32.
+      causal: query i sees only keys 0 to i, in addition to `mask`.
 
     Returns:
       `[batch..., heads, queries, keys]`.
@@ -82,7 +82,7 @@ def dot_product_attention_weights(
 
 
 class _Dropout(NamedTuple):
-    """How Flax drops attention weights."""
+    """Flax's dropout of attention weights."""
 
     broadcast: bool
     rng: jax.Array | None
@@ -95,7 +95,7 @@ class _Dropout(NamedTuple):
 
 
 def _change(dropout: _Dropout, module: nn.Module | None, leading: int, dtype: Any):
-    """What becomes of the weights before they are used; None: nothing."""
+    """The function applied to the weights before they are used; None: no change."""
     if module is None and not dropout.drops:
         return None
 
@@ -112,7 +112,7 @@ def _change(dropout: _Dropout, module: nn.Module | None, leading: int, dtype: An
 def _products(
     name: str, einsum: Any, subscripts: str, default: Callable, precision: Any, product: Any, causal: bool
 ) -> Callable:
-    """The function of two arrays that the arguments ask for: an einsum of the user's own, or of one's product."""
+    """The product that the arguments ask for: the caller's einsum, or an einsum with the given product."""
     if einsum and (precision or product):
         raise ValueError(
             f"attention: {name} is given, and precision or einsum_dot_general too; they exclude each other"
@@ -158,29 +158,29 @@ def dot_product_attention(
 ) -> jax.Array:
     """:func:`flax.linen.dot_product_attention` on jaxops, for `MultiHeadDotProductAttention(attention_fn=...)`.
 
-    The products run on :func:`jaxops.dot_general`; scaling, bias, mask and softmax are one kernel. A query that sees
-    no key attends to all equally, as in Flax.
+    The products run on :func:`jaxops.dot_general`; scaling, bias, mask and softmax are one kernel. As in Flax,
+    a query that sees no key attends to all keys equally.
 
     Args:
       query: `[batch..., queries, heads, depth]`.
       key: `[batch..., keys, heads, depth]`.
       value: `[batch..., keys, heads, features]`.
       bias: broadcasts to `[batch..., heads, queries, keys]`; added to the scaled logits.
-      mask: broadcasts to the same shape; an entry takes part where it is true.
-      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights, as in Flax, bit by bit.
-      dtype: of the computation; by default the one to which query, key and value promote.
-      precision, einsum_dot_general: of both products, as in Flax; by default jaxops.dot_general's.
+      mask: broadcasts to the same shape; a query sees a key if it is true.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout of the weights, with Flax's bits.
+      dtype: dtype of the computation; by default query, key and value promote.
+      precision, einsum_dot_general: options of both products, as in Flax; by default jaxops.dot_general.
       module: stores the weights as the intermediate "attention_weights".
-      force_fp32_for_softmax: the weights are float32. The softmax is computed in f32 in any case.
-      qk_attn_weights_einsum, attn_weights_value_einsum: einsums of the user's own, both or none.
-      causal: query i sees the keys 0 to i, besides `mask`; later keys are not even read, and, without `mask`, not
-        multiplied by Hopper's 16-bit kernels from 512 tokens on.
+      force_fp32_for_softmax: return float32 weights. The softmax is always computed in f32.
+      qk_attn_weights_einsum, attn_weights_value_einsum: your own einsums, both or neither.
+      causal: query i sees only keys 0 to i, in addition to `mask`; later keys are not read. Without `mask`, from 512
+        tokens on, Hopper's 16-bit kernels do not multiply them either.
 
     Returns:
       `[batch..., queries, heads, features]`.
 
     Raises:
-      ValueError: options that exclude each other, or shapes that do not fit.
+      ValueError: options exclude each other, or shapes do not fit.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp
@@ -226,7 +226,7 @@ def dot_product_attention(
     )
 
 
-# Masks that are known to be causal
+# Masks known to be causal
 
 _MAKE_CAUSAL_MASK = nn.make_causal_mask
 
@@ -249,7 +249,7 @@ _REPLACEMENT = Replacement(("flax.linen", "flax.linen.attention"), {_MAKE_CAUSAL
 
 @contextlib.contextmanager
 def known_causal_masks() -> Iterator[None]:
-    """A scope in which `dot_product_attention` recognises what nn.make_causal_mask returns, and does not read it."""
+    """A scope in which `dot_product_attention` recognises the masks of nn.make_causal_mask, and does not read them."""
     token = _causal_masks.set(weakref.WeakValueDictionary())
     try:
         with _REPLACEMENT.active():
@@ -264,7 +264,7 @@ def is_causal_mask(mask: Any, query: jax.Array, key: jax.Array) -> bool:
     same = known is not None and mask is not None and known.get(id(mask)) is mask
     if not same or mask.shape[-2:] != (query.shape[-3], key.shape[-3]):
         return False
-    leading = (*query.shape[:-3], query.shape[-2])  # a mask of more batches gives results of more batches
+    leading = (*query.shape[:-3], query.shape[-2])  # a mask may have more batches; then the result has too
     return mask.ndim <= len(leading) + 2 and all(
         size in (1, other) for size, other in zip(mask.shape[-3::-1], leading[::-1], strict=False)
     )

@@ -19,7 +19,7 @@ from jaxops.flax import _functions
 
 
 def raw(layer: type[nn.Module]) -> Callable[..., Any]:
-    """A layer's own `__call__`, without what linen wraps around it."""
+    """A layer's own `__call__`, without linen's wrapper."""
     return inspect.unwrap(layer.__call__)
 
 
@@ -64,8 +64,8 @@ def rms_norm(self: Any, x: jax.Array, *, mask: jax.Array | None = None) -> jax.A
 class LayerNorm(nn.LayerNorm):
     """:class:`flax.linen.LayerNorm` on :func:`jaxops.layer_norm`: the same attributes, parameters and results.
 
-    The variance is always the stable one, whatever `use_fast_variance` says, and the statistics are in f32 or wider,
-    whatever `force_float32_reductions` says. Statistics over a mesh axis (`axis_name`) are Flax's own, with a warning.
+    The variance is always computed stably, whatever `use_fast_variance` says, and statistics are f32 or wider, whatever
+    `force_float32_reductions` says. Statistics over a mesh axis (`axis_name`) run on Flax's code, with a warning.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -77,9 +77,9 @@ class LayerNorm(nn.LayerNorm):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
-        """Normalises x; the statistics count the positions where `mask`, which broadcasts to x's shape, is true.
+        """Normalises x. If `mask`, which broadcasts to x's shape, is given, only positions where it is true count.
 
-        With `residual`, an array of x's shape, the result is the pair of the normalised sum and the sum.
+        With `residual`, an array of x's shape, returns the pair (normalised sum, sum).
         """
         return _normalise(self, x, mask, True, nn.LayerNorm, residual)
 
@@ -87,7 +87,7 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.RMSNorm):
     """:class:`flax.linen.RMSNorm` on :func:`jaxops.rms_norm`: the same attributes, parameters and results.
 
-    A call with a mask, and statistics over a mesh axis (`axis_name`), are Flax's own, with a warning.
+    Masks and statistics over a mesh axis (`axis_name`) run on Flax's code, with a warning.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -98,9 +98,9 @@ class RMSNorm(nn.RMSNorm):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
-        """Normalises x; a mask is Flax's own.
+        """Normalises x; with a mask on Flax's code.
 
-        With `residual`, an array of x's shape, the result is the pair of the normalised sum and the sum.
+        With `residual`, an array of x's shape, returns the pair (normalised sum, sum).
         """
         return _normalise(self, x, mask, False, nn.RMSNorm, residual)
 
@@ -127,7 +127,7 @@ def dense(self: Any, inputs: jax.Array, activation: str | None = None) -> jax.Ar
 
 
 def _initialise_flat(init: Callable[..., Any], *flat: int) -> Callable[..., Any]:
-    """The initialiser for the matrix or vector of shape `flat`, which then takes the parameter's own shape."""
+    """Initialises a matrix or vector of shape `flat`, then reshapes it to the parameter's shape."""
 
     def initialise(rng, shape, dtype=jnp.float32):
         value = init(rng, flat, dtype)
@@ -163,8 +163,8 @@ def dense_general(self: Any, inputs: jax.Array) -> jax.Array:
 class Dense(nn.Dense):
     """:class:`flax.linen.Dense` on :func:`jaxops.matmul`, bias and activation in the same kernel.
 
-    Attributes, parameters and results are Flax's, up to rounding (see :func:`jaxops.matmul`). With a
-    `dot_general=` of the user's own it is Flax's layer.
+    Attributes, parameters and results are Flax's, up to rounding (see :func:`jaxops.matmul`). If you pass your
+    own `dot_general=`, the layer is Flax's.
 
     Attributes:
       activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu"; applied to the result.
@@ -192,8 +192,8 @@ class Dense(nn.Dense):
 class DenseGeneral(nn.DenseGeneral):
     """:class:`flax.linen.DenseGeneral` on :func:`jaxops.matmul`, the bias in the same kernel.
 
-    Attributes, parameters and results are Flax's, up to rounding (see :func:`jaxops.matmul`). With a
-    `dot_general=` of the user's own it is Flax's layer.
+    Attributes, parameters and results are Flax's, up to rounding (see :func:`jaxops.matmul`). If you pass your
+    own `dot_general=`, the layer is Flax's.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -205,5 +205,5 @@ class DenseGeneral(nn.DenseGeneral):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Contracts the axes `axis`; the features come last."""
+        """Contracts the axes `axis`; the new feature axes come last."""
         return raw(nn.DenseGeneral)(self, inputs) if why_no_product(self) else dense_general(self, inputs)

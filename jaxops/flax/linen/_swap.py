@@ -31,7 +31,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class _Instead:
-    """A module with some attributes replaced; for Flax's own methods, which only read attributes and call methods."""
+    """A module with some attributes replaced, for Flax methods that only read attributes and call methods."""
 
     def __init__(self, module: nn.Module, **attributes: Any):
         self.__dict__.update(attributes, _module=module)
@@ -42,7 +42,7 @@ class _Instead:
 
 @contextlib.contextmanager
 def _projected_together(layer: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any]) -> Iterator[None]:
-    """A scope in which the projections of an attention layer are one product if they all read the same inputs."""
+    """A scope in which an attention layer's projections are one product, if they all read the same inputs."""
     others = (*inputs[1:], options.get("inputs_k"), options.get("inputs_v"), options.get("inputs_kv"))
     together = not layer.is_initializing() and inputs and all(x is None or x is inputs[0] for x in others)
     token = _projections.set({"of": layer, "inputs": inputs[0]} if together else None)
@@ -54,7 +54,9 @@ def _projected_together(layer: nn.Module, inputs: Sequence[Any], options: Mappin
 
 def _attention(self: Any, *inputs: Any, products: bool = True, **options: Any) -> jax.Array:
     with _projected_together(self, inputs, options):
-        own = self.qk_attn_weights_einsum_cls or self.attn_weights_value_einsum_cls  # the user's, with their products
+        own = (
+            self.qk_attn_weights_einsum_cls or self.attn_weights_value_einsum_cls
+        )  # the user's einsums, with their own products
         attend = dot_product_attention if products or own else _attend_with_xla
         return raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=attend), *inputs, **options)
 
@@ -67,9 +69,9 @@ _projections: contextvars.ContextVar[dict[str, Any] | None] = contextvars.Contex
 
 
 def _project(self: Any, inputs: jax.Array) -> jax.Array:
-    """A dense layer; those of self-attention that read the same inputs are one product.
+    """A dense layer. The projections of self-attention, which read the same inputs, become one product.
 
-    Where parameters are missing, or not what the layers make, the layer goes its own way, and says so as Flax does.
+    If parameters are missing or unusual, the layer runs alone, and gives Flax's own errors.
     """
     known, names = _projections.get(), ("query", "key", "value")
     if known is None or self.name not in names or self.parent is not known["of"] or inputs is not known["inputs"]:
@@ -101,7 +103,7 @@ def _why_no_attention(layer: Any) -> str | None:
 
 
 class _Swap(NamedTuple):
-    """What is called instead of a Flax layer's `__call__`, and why not, judging by the layer's attributes."""
+    """call replaces a Flax layer's `__call__`; why_not says, from the layer's attributes, why it may not."""
 
     call: Callable[..., jax.Array]
     why_not: Callable[[Any], str | None]
@@ -117,9 +119,9 @@ _SWAPS = {
 
 
 class _Scope:
-    """What is swapped now: the report, and where in the model we are.
+    """The state of a swap: its report, and the path of the current module.
 
-    products: whether matrix products are swapped, too.
+    products: whether matrix products are swapped too.
     """
 
     def __init__(self, report: SwapReport, products: bool = True):
@@ -150,7 +152,7 @@ class _Interceptor:
         path = (module.scope is not None and "/".join(module.path)) or type(module).__name__
         swap = _SWAPS.get(context.orig_method.func)
         why = None if swap is None else swap.why_not(module)
-        innermost = _scope.get() is self.scope  # else it is for the scope inside this one to swap
+        innermost = _scope.get() is self.scope  # else an inner scope swaps it
         if innermost and next_method is not context.orig_method:
             why = why or "another interceptor runs inside the swap"
         if swap is not None and not self.scope.products:
@@ -188,8 +190,8 @@ def _own_parameters(module: nn.Module) -> list[str]:
 def swapped(*, functions: bool = True, products: bool = True) -> Iterator[SwapReport]:
     """A scope in which linen models run on jaxops.
 
-    It works on what is traced in the scope: `model.init`, `model.apply` or the first call of a jitted function. What
-    :func:`jax.jit` or `nn.jit` traced before keeps what it was traced with; `swap` has no such pitfall.
+    The scope affects tracing: `model.init`, `model.apply`, or the first call of a jitted function. A function that
+    :func:`jax.jit` or `nn.jit` traced earlier does not change; `swap` has no such pitfall.
 
     Args:
       functions: also replace jax.nn's functions, as :func:`jaxops.patch_jax_nn` does, for models that call them.
@@ -236,11 +238,11 @@ def _layers_swapped(scope: _Scope) -> Iterator[None]:
 
 
 def _swapped_class(cls: type[nn.Module], products: bool) -> type[nn.Module]:
-    """The class of the swapped models of a class: the same fields, and the report; one class for equal models.
+    """The class of swapped models: a subclass of `cls` with a report; one for all models of the class.
 
-    It is kept on the class itself, so that both can be freed together.
+    It is stored on the class itself, so that both are freed together.
     """
-    if "swap_report" in cls.__dict__:  # it is such a class
+    if "swap_report" in cls.__dict__:  # already such a class
         cls = cls.__bases__[0]
     if "_jaxops_swapped" not in cls.__dict__:
         cls._jaxops_swapped = {}
@@ -261,7 +263,7 @@ def _swapped_class(cls: type[nn.Module], products: bool) -> type[nn.Module]:
     def clone(self, **options):
         return _with_report(cls.clone(self, **options), self.swap_report)
 
-    # No argument of __init__: Flax's transforms give those to the class that they were made of.
+    # Not an argument of __init__, because Flax's transforms pass those to the original class.
     report = dataclasses.field(default=None, init=False, compare=False, repr=False)
     body = {
         "__doc__": cls.__doc__,
@@ -273,11 +275,11 @@ def _swapped_class(cls: type[nn.Module], products: bool) -> type[nn.Module]:
     made = type(cls)(cls.__name__, (cls,), body)
 
     def reduce(self, protocol):
-        """For pickle, which looks for classes by name and would find `cls`."""
+        """For pickle, which finds classes by name and would find `cls`."""
         _, _, *state = super(made, self).__reduce_ex__(protocol)
         return _new_swapped, (cls, products), *state
 
-    # Not in the body, whose functions linen wraps.
+    # Not in the body, because linen wraps functions there.
     made.__reduce_ex__, made.clone = reduce, clone
     for name in ("_call_wrapped_method", "apply", "init", "init_with_output"):
         setattr(made, name, within(getattr(cls, name)))
@@ -296,20 +298,25 @@ def _new_swapped(cls: type[nn.Module], products: bool) -> nn.Module:
 
 @arguments.checked
 def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
-    """The same linen model running on jaxops.
+    """Returns the same linen model, running on jaxops.
 
-    The result has the model's class as its base, equal attributes, parameters and names, so that checkpoints,
-    optimiser states and training loops stay as they are. Whenever it is called (`init`, `apply`, inside another model,
-    under `jax.jit`), the layers of Flax's that it consists of run on jaxops: LayerNorm, RMSNorm, Dense, DenseGeneral,
-    the attention layers, subclasses that do not define `__call__`, and the calls of `jax.nn.softmax`, `log_softmax`
-    and `standardize` that its code makes. Layers with a `dot_general` or `attention_fn` of their own, or statistics
-    over a mesh axis, stay Flax's. A mask straight from `nn.make_causal_mask` is recognised, and not read. Functions
-    under `nn.jit` that the plain model traced in the same process stay plain: swap before the first call. Parts of a
-    bound model that are called themselves, `model.bind(variables).part(x)`, and functions given to `nn.apply` are
-    Flax's, and so is a layer around which the model enters `nn.intercept_methods`.
+    The new model's class is a subclass of the model's class. Attributes, parameters and names are equal, so
+    checkpoints, optimiser states and training loops stay as they are.
+
+    When the model is called (`init`, `apply`, inside another model, under `jax.jit`), its Flax layers run on jaxops:
+    LayerNorm, RMSNorm, Dense, DenseGeneral, the attention layers, and subclasses that do not define `__call__`. So do
+    its own calls of `jax.nn.softmax`, `log_softmax` and `standardize`. A mask straight from `nn.make_causal_mask` is
+    recognised and not read.
+
+    Some code stays with Flax:
+
+    - layers with their own `dot_general` or `attention_fn`, or with statistics over a mesh axis;
+    - functions under `nn.jit` that the plain model traced earlier in this process, so swap before the first call;
+    - submodules of a bound model that you call directly, `model.bind(variables).part(x)`;
+    - functions passed to `nn.apply`, and layers inside the model's own `nn.intercept_methods`.
 
     Args:
-      model: a linen model, not bound to variables; one that is swapped already gets a new report.
+      model: a linen model, not bound to variables. A model that is already swapped gets a new report.
       products: also swap dense layers and the products of attention; False: leave matrix products to XLA.
 
     Returns:
@@ -357,10 +364,10 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
 
     @nn.compact
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
-        """As Flax's: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
+        """Flax's signature: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
         with _projected_together(self, args, kwargs), _layers_swapped(_Scope(SwapReport())):
             return raw(nn.MultiHeadDotProductAttention)(self, *args, **kwargs)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """The same layer under the other of Flax's two names, which is part of automatic parameter names."""
+    """MultiHeadDotProductAttention under Flax's other name, which appears in automatic parameter names."""
