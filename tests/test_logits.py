@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from logits_cases import INF, NAN, OPS, assert_matches_exact, every_op, exact, run, unbroadcast, wide
 from row_cases import assert_matches, beyond_few, coarsest
 from support.ops import value_and_gradients
@@ -479,3 +480,70 @@ def test_bias_without_effect_has_no_gradient_kernel(rng):
     for op in (jaxops.softmax, jaxops.log_softmax):
         dbias = jax.grad(lambda b, op=op: jnp.sum(op(x, bias=b) ** 2))(bias)
         np.testing.assert_array_equal(dbias, np.zeros(bias.shape))
+
+
+# --- large logits ---
+
+
+def _large(rng, names):
+    """Rows whose largest logit is far beyond 2^31, by a scale that is no power of two, and their operands."""
+    x = rng.uniform(0.3, 3, (32, 1)) * 7e15 * np.array([1, 0.5, -1, 0.3, 0.999, -0.2, 0.1, 0.7])
+    operands = {"x": x.astype(np.float32)}
+    if "scale" in names:
+        operands["scale"] = np.float32(1 / 7)
+    if "bias" in names:  # most of which cancels
+        operands["bias"] = (-x / 7 * rng.uniform(0.99, 1.01, x.shape)).astype(np.float32)
+    return operands
+
+
+@every_op
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+def test_large_logits_by_a_scale(op, split, rng):
+    """x scale is rounded before the maximum is subtracted, whatever the compiler makes of both."""
+    if split and len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    where = rng.random((32, 8)) < 0.7
+    where[:, 0] = True
+    placed = lambda x: x  # noqa: E731
+    if split:
+        columns = NamedSharding(jax.make_mesh((2,), ("d",), devices=jax.devices()[:2]), PartitionSpec(None, "d"))
+        placed = lambda x: jax.device_put(x, columns) if np.ndim(x) == 2 else jnp.asarray(x)  # noqa: E731
+    variants = [(("scale",), {}), (("scale",), {"where": where}), (("scale", "bias"), {})]
+    variants += [(("scale", "bias"), {"where": where}), ((), {"scale": np.float32(1 / 7)})]
+    inputs = [jax.tree.map(placed, _large(rng, names)) for names, _ in variants]
+    tangents = [{k: placed(rng.standard_normal(v.shape).astype(np.float32)) for k, v in xs.items()} for xs in inputs]
+
+    @jax.jit
+    def run(inputs, tangents):
+        results = []
+        for (_, options), xs, moved in zip(variants, inputs, tangents, strict=True):
+            f = lambda xs, options=options: OPS[op][0](**xs, **options)  # noqa: E731
+            y, dy = jax.jvp(f, (xs,), (moved,))
+            _, pullback = jax.vjp(f, xs)
+            second = jax.jvp(lambda xs: jax.vjp(f, xs)[1](jnp.cos(y)), (xs,), (moved,))  # noqa: B023
+            results.append((y, dy, pullback(jnp.ones_like(y).at[:, 1].set(2)), second))
+        return results
+
+    for (names, options), xs, moved, (y, dy, reverse, second) in zip(
+        variants, inputs, tangents, run(inputs, tangents), strict=True
+    ):
+        mask = np.broadcast_to(options.get("where", True), y.shape)
+        y, dy = (np.where(mask, wide(v), 0) for v in (y, dy))
+        what = f"{names}, {[*options]}"
+        checked = [y, dy, *jax.tree.leaves(reverse)]
+        if "bias" not in names:  # else what is left of a sum depends on how x scale is rounded
+            checked += jax.tree.leaves(second)
+        for x in checked:
+            assert np.isfinite(x).all(), what
+        if "bias" in names:
+            continue
+        z = np.where(mask, wide(xs["x"]) * wide(np.float32(1 / 7)), -INF)
+        value = exact(op, z, np.zeros(z.shape), -1, mask)[0]
+        largest = np.abs(z[mask]).max() if op == "log_softmax" else 1.0
+        np.testing.assert_allclose(y, np.where(mask, value, 0), rtol=0, atol=2.0**-22 * largest, err_msg=what)
+        moved = {k: wide(v) for k, v in moved.items()}
+        dz = moved["x"] * wide(np.float32(1 / 7)) + moved.get("scale", 0) * wide(xs["x"])
+        p = np.eye(8)[z.argmax(-1)]
+        wanted = dz - (p * dz).sum(-1, keepdims=True)
+        wanted = np.where(mask, wanted if op == "log_softmax" else p * wanted, 0)
+        np.testing.assert_allclose(dy, wanted, rtol=1e-5, atol=1e-5 * max(1, np.abs(wanted).max()), err_msg=what)

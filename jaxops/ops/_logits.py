@@ -45,14 +45,25 @@ def plain_logits(rows: Rows, x, scale, bias, where, **causal):
     """The logits in the accumulator's dtype, with -inf in masked entries, and the mask."""
     mask = plain_mask(rows, x.shape, where, **causal)
     z = visible(mask, x.astype(accumulator(x.dtype)))  # masked entries may hold anything
-    z = z if scale is None else z * scale
+    z = z if scale is None else _rounded_product(z, scale)
     z = z if bias is None else z + bias.astype(z.dtype)
     return z if mask is None else jnp.where(mask, z, -jnp.inf), mask
 
 
+def _rounded_product(x, scale):
+    """x scale, rounded to its dtype whatever it is used for.
+
+    Compilers contract x scale - max to one operation whose product is not rounded: where max was, the largest entry's
+    difference is then not 0, but anything up to half a unit of max, from 2^31 on enough to overflow exp. They may
+    contract this sum, which gives the same, not two sums; a NaN of x's own is added as that is a 0 they cannot see.
+    """
+    return x * scale + jax.lax.stop_gradient(jnp.where(jnp.isnan(x), x, 0))
+
+
 def plain_exponentials(z, max, mask):
-    """exp(z - max), 0 where masked."""
-    return visible(mask, jnp.exp(z - max))
+    """exp(z - max), 0 where masked. A kernel's max may be that of other roundings of z: none counts more than 1."""
+    distance = z - max
+    return visible(mask, jnp.exp(jnp.where(distance > 0, 0, distance)))
 
 
 def plain_gradient(dz, scale, dtype):

@@ -28,8 +28,9 @@ def _plain_backward(rows, x, scale, bias, where, max, total, dy, *, dtype, maske
 
 
 def _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **causal):
-    """exp(z - max), dz and the mask."""
+    """exp(z - max), with max(z) for None, dz and the mask."""
     z, mask = _logits.plain_logits(rows, x, scale, bias, where, **causal)
+    max = jax.lax.stop_gradient(rows.max(z)) if max is None else max
     # Where a logit is -inf, x may be anything.
     dz = _logits.logits_tangent(jnp.where(jnp.isneginf(z), 0, x), x.shape, scale, dx, dscale, dbias)
     return _logits.plain_exponentials(z, max, mask), _logits.visible(mask, dz), mask
@@ -38,6 +39,8 @@ def _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **
 def _tangent(kernels, rows, x, _, scale, bias, where, max, total, dx, dscale, dbias, *, dtype, masked, **causal):
     """dy = dz - <p, dz>, with the probabilities p = exp(z - max) / sum(exp(z - max))."""
     del kernels, masked, total  # which belongs to other roundings of z
+    if scale is not None and bias is not None:
+        max = None  # as does max, if the kernel did not round x scale
     exponentials, dz, mask = _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **causal)
     moved, total = rows.sum(exponentials * dz, exponentials)
     return (_logits.visible(mask, dz - moved / total).astype(dtype),)

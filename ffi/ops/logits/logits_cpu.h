@@ -41,11 +41,10 @@ JAXOPS_INLINE auto Scales(const Loop& loop, const Position& position, const A* s
 template <class Loop, class Value, class A>
 JAXOPS_INLINE void FillLogits(const Loop& loop, const A* x, const Value& scale, const A* bias,
                               const Visible<A>& visible, A* z) {
-  if (bias) {
-    loop.Map(z, [&](int64_t i, int64_t w) { return x[i] * scale[w] + bias[i]; });
-  } else {
-    loop.Map(z, [&](int64_t i, int64_t w) { return x[i] * scale[w]; });
-  }
+  loop.Map(z, [&](int64_t i, int64_t w) { return x[i] * scale[w]; });
+  // Not in one expression, which may be contracted: forward and backward pass must round alike, as exp(z - max) of
+  // logits above their maximum may overflow. Gradients of scale and bias start from the rounded product.
+  if (bias) loop.Map(z, [&](int64_t i, int64_t) { return z[i] + bias[i]; });
   FillMasked(loop, visible, -std::numeric_limits<A>::infinity(), z);
 }
 
