@@ -301,6 +301,9 @@ def _prepare(case: Case, values: str) -> _Prepared:
         stacked = wanted[0]
     first = case.operands[0][0]
     stored = arrays | {first: _LAYOUTS[case.layout][0](arrays[first])}
+    if "where" in stored and case.seed % 2:  # a boolean is its lowest bit
+        others = rng.integers(0, 128, stored["where"].shape, np.uint8) << 1
+        stored["where"] = (others | stored["where"]).view(bool)
     return _Prepared(case, stored, directions, stacked, dtypes)
 
 

@@ -275,3 +275,21 @@ def test_more_axes_than_the_handlers_take(rng):
     with pytest.warns(jaxops.FallbackWarning, match="up to 12 axes"):
         got = jax.jit(jaxops.softmax)(x)
     np.testing.assert_allclose(got, jax.nn.softmax(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["softmax", "log_softmax", "layer_norm"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_boolean_is_its_lowest_bit(op, dtype, rng):
+    """As for XLA, whatever other bits a mask from elsewhere has."""
+    x, cotangent = (draw(rng, (3, 5, 48), dtype) for _ in range(2))
+    for shape, axis in (((3, 5, 48), -1), ((48,), -1), ((5, 48), (1, 2)), ((3, 5, 48), 0), ((3, 1, 1), 0)):
+        seen = rng.random(shape) < 0.7
+        seen.reshape(shape[0], -1)[:, 0] = True
+        mask = (rng.integers(0, 128, shape, np.uint8) << 1 | seen).view(bool)
+
+        def run(x, where, cotangent, axis=axis):
+            f = lambda x: getattr(jaxops, op)(x, axis=axis, where=where)  # noqa: E731
+            return value_and_gradients(f, (x,), cotangent)
+
+        for got, wanted in zip(*(jax.jit(run)(x, where, cotangent) for where in (mask, seen)), strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))

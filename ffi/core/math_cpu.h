@@ -75,10 +75,10 @@ struct Float16 {
   uint16_t bits;
 };
 struct Boolean {
-  uint8_t bits;  // of a mask from elsewhere more than the lowest may be set
+  uint8_t bits;  // the lowest is its value, as for XLA; in a mask from elsewhere others may be set
 };
 
-JAXOPS_INLINE float ToFloat(Boolean x) { return x.bits ? 1.0f : 0.0f; }
+JAXOPS_INLINE float ToFloat(Boolean x) { return static_cast<float>(x.bits & 1); }
 JAXOPS_INLINE float ToFloat(float x) { return x; }
 JAXOPS_INLINE double ToFloat(double x) { return x; }
 JAXOPS_INLINE float ToFloat(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
