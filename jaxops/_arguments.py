@@ -1,4 +1,4 @@
-"""Checks of public arguments, and the errors: every message names the argument, what it got and what it accepts."""
+"""Checks of public arguments. Every error names the argument, the value it got and the values it accepts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def array(op: str, name: str, value: Any) -> jax.Array:
-    """The argument as an array. Lists and tuples are refused, as everywhere in JAX; Flax's variables are accepted."""
+    """The argument as an array. Like JAX, refuses lists and tuples; accepts Flax variables."""
     arrays = (jax.Array, np.ndarray, np.generic, int, float, complex)
     if not isinstance(value, arrays) and not hasattr(value, "__jax_array__"):
         raise TypeError(f"{op}: {name} must be an array or a scalar, got {type(value).__name__}")
@@ -39,7 +39,7 @@ def _inexact(dtype: np.dtype, x64: bool) -> np.dtype:
 
 
 def float_array(op: str, name: str, value: Any, *, real: bool = False) -> jax.Array:
-    """The argument as an array of a floating dtype; integers promote as in jax.numpy. Unless real, complex too."""
+    """The argument as an array of a floating dtype; integers promote as in jax.numpy. real: refuse complex."""
     x = array(op, name, value)
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(_inexact(np.dtype(x.dtype), jax.config.jax_enable_x64))
@@ -57,7 +57,7 @@ def real_array(op: str, name: str, value: Any) -> jax.Array:
 def result_dtype(
     op: str, dtype: Any, default: Any, name: str = "dtype", accepted: Sequence[str] | None = FLOATS
 ) -> np.dtype:
-    """The result's dtype: `default` if None was given. accepted: the names of those that are; None: any dtype is."""
+    """The result's dtype; `default` if dtype is None. accepted: names of the accepted dtypes; None: any dtype."""
     if dtype is None:
         return np.dtype(default)
     listed = "a dtype or None" if accepted is None else f"one of {', '.join(accepted)}"
@@ -79,7 +79,7 @@ def _check_precision(precision: Any) -> None:
 
 
 def precision(op: str, name: str, value: Any) -> Any:
-    """What jax.numpy.matmul takes as its precision; a list as a tuple."""
+    """A precision that jax.numpy.matmul accepts; lists become tuples."""
     value = tuple(value) if isinstance(value, list) else value
     try:
         _check_precision(value)
@@ -89,7 +89,7 @@ def precision(op: str, name: str, value: Any) -> Any:
 
 
 def passes(check: Callable[..., Any], *values: Any) -> bool:
-    """Whether one of these checks lets the values pass."""
+    """Whether the values pass a check of this module."""
     try:
         check("", *values)
     except (TypeError, ValueError):
@@ -98,7 +98,7 @@ def passes(check: Callable[..., Any], *values: Any) -> bool:
 
 
 def joint_dtype(op: str, **arrays: jax.Array | None) -> np.dtype:
-    """The dtype to which the arrays promote, but for those that are None."""
+    """The dtype to which the arrays promote; None is ignored."""
     given = {name: value for name, value in arrays.items() if value is not None}
     try:
         return np.dtype(jnp.result_type(*given.values()))

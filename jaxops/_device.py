@@ -1,4 +1,4 @@
-"""The GPU that programs are lowered for, and what the GPU half was compiled for."""
+"""The GPU that programs are lowered for, and the architectures of the GPU half."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import jax
 
-#: What Hopper's kernels (wgmma, clusters) need: the capability of the GPU, and the architecture they are compiled for.
+#: Hopper's kernels (wgmma, clusters) need this compute capability, and code compiled for this architecture.
 HOPPER, HOPPER_ARCHITECTURE = "9.0", "90a"
 
 
 class Device(NamedTuple):
-    """What the choice of a kernel depends on.
+    """The GPU, as the choice of a kernel sees it.
 
-    capability: the CUDA compute capability. architectures: those for which the GPU half was compiled, as CMake names
-    them ("80-real", "90a"); None: this device's.
+    capability: the CUDA compute capability. architectures: the architectures that the GPU half was compiled for, as in
+    CMake ("80-real", "90a"); None: this device's.
     """
 
     capability: str
@@ -24,7 +24,7 @@ class Device(NamedTuple):
     architectures: tuple[str, ...] | None = None
 
     def why_not_hopper(self) -> str | None:
-        """Why Hopper's kernels do not run here; None: they do."""
+        """Why Hopper's kernels do not run here; None if they do."""
         if self.capability != HOPPER:
             return f"tuned for compute capability {HOPPER}, not {self.capability}"
         if self.architectures is None or any(a.split("-")[0] == HOPPER_ARCHITECTURE for a in self.architectures):
@@ -32,7 +32,7 @@ class Device(NamedTuple):
         return f"Hopper's kernels were not compiled: JAXOPS_CUDA_ARCHITECTURES needs {HOPPER_ARCHITECTURE}"
 
     def why_no_kernels(self) -> str | None:
-        """Why no kernel of the GPU half runs here; None: some do."""
+        """Why no kernel of the GPU half runs here; None if some do."""
         if self.architectures is None or any(_runs_on(a, self.capability) for a in self.architectures):
             return None
         compiled = ";".join(self.architectures)
@@ -40,13 +40,13 @@ class Device(NamedTuple):
 
 
 def _runs_on(architecture: str, capability: str) -> bool:
-    """Whether what was compiled for an architecture runs on a GPU.
+    """Whether code compiled for an architecture runs on a GPU.
 
-    Machine code ("-real") runs on later ones of its generation, PTX on all later ones; of the kind "a" on none but its
-    own, of the kind "f" on those of its generation.
+    Machine code ("-real") runs on later GPUs of its generation, PTX on all later GPUs. Code of kind "a" runs only on
+    its own GPU, code of kind "f" only on its generation.
     """
     if not (match := re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", architecture)):
-        return True  # a name that is not known: CUDA says what it thinks of it
+        return True  # an unknown name: CUDA gives its own error
     needed = int(match[1]), int(match[2])
     have = tuple(map(int, capability.split(".")))
     if match[3] == "a":
@@ -54,7 +54,7 @@ def _runs_on(architecture: str, capability: str) -> bool:
     return have >= needed and (have[0] == needed[0] or not (match[3] or match[4] == "-real"))
 
 
-#: Assumed where a program is lowered for CUDA on a machine without a GPU.
+#: The device assumed for lowering to CUDA on a machine without a GPU.
 H200 = Device(HOPPER, 132)
 
 

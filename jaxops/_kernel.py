@@ -30,35 +30,35 @@ from jaxops._sharding import (
 from jaxops._version import __version__
 from jaxops._warnings import warn_fallback
 
-# The version of the handlers' calling convention; part of every target's name, so that an exported program which
-# names an older convention fails to find its target instead of calling a newer one wrongly.
+# Version of the handlers' calling convention. It is part of every target's name, so an exported program that uses an
+# older convention does not find its target, instead of calling a newer one wrongly.
 CALLING_CONVENTION = 11
 
-#: The platforms for which JAX lowers.
+#: Platforms that JAX lowers for.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-#: Every kernel by name, in the order of declaration; and those without a target.
+#: Every kernel by name, in order of declaration; kernels without a target are composites.
 KERNELS: dict[str, Kernel] = {}
 COMPOSITES: dict[str, Kernel] = {}
 
-#: The platforms (as JAX lowers for them: "cpu", "cuda") whose handlers are registered, and their kernels.
+#: The kernels with registered handlers, by platform ("cpu", "cuda").
 HANDLERS: dict[str, frozenset[str]] = {}
 
 
 def target_name(kernel: str) -> str:
-    """The name under which a kernel's handlers are registered with XLA and appear in HLO."""
+    """A kernel's name in XLA's registry and in HLO."""
     return f"jaxops.{kernel}.v{CALLING_CONVENTION}"
 
 
 def disabled_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
-    """What :func:`jax.export.export` must be told for functions that use jaxops: that its kernels may be exported.
+    """Checks to disable in :func:`jax.export.export`, so that it exports functions that use jaxops.
 
-    An exported program finds the kernels by name where it runs: jaxops must be imported there, in a version with the
-    same calling convention; with another one the program fails to compile. Programs partitioned over several devices by
-    the compiler cannot be exported; inside :func:`jax.shard_map` they can.
+    An exported program finds its kernels by name. The process that runs it must import jaxops, in a version with the
+    same calling convention; otherwise the program does not compile. If the compiler partitions a program over several
+    devices, it cannot be exported; programs that use :func:`jax.shard_map` can.
 
     Returns:
-      A value for `disabled_checks`: one check for each kernel.
+      A value for `disabled_checks`, with one check for each kernel.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxops
@@ -81,7 +81,7 @@ def register_handlers(platform: str, targets: dict[str, Any]) -> None:
 
 
 def why_no_handler(name: str, platform: str) -> str | None:
-    """Why a kernel has no handler that runs on a platform; None: it has one."""
+    """Why a kernel has no handler that runs on a platform; None if it has one."""
     if name not in HANDLERS.get(platform, ()):
         return "jaxops was built without kernels for it"
     return local_device().why_no_kernels() if platform == "cuda" else None
@@ -90,21 +90,26 @@ def why_no_handler(name: str, platform: str) -> str | None:
 class Kernel:
     """A primitive that runs one FFI target on the platforms that have it, and plain JAX on all others.
 
-    A subclass says what the results are (`abstract`), which axes are one (`layout`), how the target is called
-    (`call_target`), what the same thing is in plain JAX (`plain`), which of them a device runs on its part and how
-    (`local`, see `partitioned`), whether a call runs the target where there is one (`is_chosen`), how a mapped axis
-    enters (`batch`), and its derivative (`jvp`, and `transpose` where it is linear). All take the operands, then the
-    parameters.
+    A subclass defines:
 
-    The ops have no custom_vjp: it would give up forward mode. A kernel's JVP rule binds a primitive that is linear in
-    the tangents, and that one's transpose rule the backward kernel: both modes come from one rule each, an operand that
-    is not differentiated costs nothing, and the backward kernels can be differentiated like any other.
+    - `abstract`: the results' shapes and dtypes;
+    - `layout`: a name for each axis of operands and results, equal for axes that correspond;
+    - `call_target`: the call of the FFI target, and `plain`: the same computation in plain JAX;
+    - `local`: how a device runs either of them on its shard (see `partitioned`);
+    - `is_chosen`: whether a call runs the target on platforms that have it;
+    - `batch`: the vmap rule; `jvp`, and `transpose` if it is linear: the derivatives.
+
+    All of them take the operands, then the parameters.
+
+    The ops have no custom_vjp, because it would give up forward mode. A kernel's JVP rule binds a primitive that is
+    linear in the tangents, and that primitive's transpose rule binds the backward kernel. Each mode comes from one
+    rule, operands that are not differentiated cost nothing, and backward kernels can be differentiated like any other.
 
     Args:
       name: the target's name, without prefix and version.
       plain_on: platforms on which plain JAX is the intended implementation, used without a warning.
-      target: False if there is no such target: the primitive stands for what its plain JAX makes of others, as long as
-        it is to be transposed as a whole.
+      target: False if there is no such target. Such a primitive only exists to be transposed as a whole; it lowers to
+        its plain JAX, which calls other kernels.
     """
 
     def __init__(self, name: str, *, plain_on: Sequence[str] = (), target: bool = True):
@@ -143,12 +148,12 @@ class Kernel:
         return partitioned(name, self.layout(*operands, **params), local, operands, types)
 
     def composed(self, *operands, **params) -> list[jax.Array]:
-        """`plain` outside `partitioned`; on an Explicit mesh the compiler splits it."""
+        """`plain` without `partitioned`; on an Explicit mesh the compiler splits it."""
         types = self.typed(*map(jax.typeof, operands), **params)
         return on_auto_axes(functools.partial(self.plain, **params), types)(*operands)
 
     def ffi_call(self, results: Sequence[ShapedArray], *operands, **attributes) -> list[jax.Array]:
-        """Calls the FFI target itself."""
+        """Calls the FFI target."""
         like = jax.typeof(operands[0])
         if not like.sharding.mesh.empty:
             whole = NamedSharding(like.sharding.mesh, PartitionSpec())
@@ -162,7 +167,7 @@ class Kernel:
         operands = vary_alike(operands)
         meshes = [jax.typeof(x).sharding.mesh for x in operands]
         if explicit := next((mesh for mesh in meshes if mesh.explicit_axes), None):
-            whole = NamedSharding(explicit, PartitionSpec())  # so that a cotangent comes back whole, too
+            whole = NamedSharding(explicit, PartitionSpec())  # so that cotangents come back whole too
             operands = [jax.reshard(x, whole) if mesh.empty else x for x, mesh in zip(operands, meshes, strict=True)]
             operands = gather(self.layout(*operands, **params), operands)
         return self.primitive.bind(*operands, **params)
@@ -179,7 +184,7 @@ class Kernel:
         ]
 
     def _transpose(self, cotangents, *operands, **params):
-        """`transpose`, which gives the cotangents of the operands that are undefined, None for zero."""
+        """`transpose`, which returns the cotangents of the undefined operands; None means zero."""
         if all(isinstance(cotangent, ad.Zero) for cotangent in cotangents):
             found = [None] * len(operands)
         else:
@@ -190,12 +195,12 @@ class Kernel:
         ]
 
     def flops(self, *operands: ShapedArray, **params: Any) -> int:
-        """Multiplications and additions of a matrix product; 0 for others."""
+        """Multiplications and additions of a matrix product; 0 for other kernels."""
         del operands, params
         return 0
 
     def explain(self, *operands: ShapedArray, **params: Any) -> str:
-        """A call in one line, for jaxops.explain: its parameters; a kernel that chooses can say what."""
+        """A call in one line, for jaxops.explain: its parameters. A kernel that chooses overrides it."""
         del operands
         groups = (value._asdict() if hasattr(value, "_asdict") else {name: value} for name, value in params.items())
         shown = [(name, getattr(value, "name", value)) for group in groups for name, value in group.items()]

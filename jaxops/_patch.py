@@ -1,4 +1,4 @@
-"""jax.nn's functions replaced by jaxops' for a scope."""
+"""Replaces jax.nn's functions by jaxops' functions within a scope."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jaxops.ops.softmax import softmax
 
 
 class Replacement:
-    """Functions that stand in for others in some modules while at least one scope is open.
+    """Replaces functions in some modules while at least one scope is open.
 
     Args:
-      modules: names of modules; those that are imported count.
-      substitutes: by the function that they stand in for; they must work outside of scopes too, in other threads.
+      modules: names of modules; modules that are not imported are ignored.
+      substitutes: the new function for each original. It must also work outside a scope, because other threads call it.
     """
 
     def __init__(self, modules: Sequence[str], substitutes: dict[Callable[..., Any], Callable[..., Any]]):
@@ -58,17 +58,17 @@ class Replacement:
                         setattr(module, name, original)
 
 
-#: The modules whose functions of these names are replaced if they are jax.nn's.
+#: In these modules, functions that are jax.nn's are replaced.
 _MODULES = ("jax.nn", "flax.linen", "flax.linen.activation", "flax.nnx", "flax.nnx.nn.activations")
 
 _ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "standardize")}
 
-#: What this thread (or task) calls for each replaced call, with the function's name; None: it is in no scope.
+#: The current scope's listener in this thread (or task), called with the function's name; None outside scopes.
 _listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar("jaxops_patch", default=None)
 
 
 def _standardize(x, axis=-1, epsilon=1e-5, where=None, algorithm="stable"):
-    del algorithm  # that of the kernel is as exact as the stable one, and as fast as the fast one
+    del algorithm  # the kernel is as accurate as "stable" and as fast as "fast"
     return layer_norm(x, axis=axis, epsilon=epsilon, where=where)
 
 
@@ -76,9 +76,9 @@ _REPLACEMENTS = {"softmax": softmax, "log_softmax": log_softmax, "standardize": 
 
 
 def _takes(x: Any, axis: Any = -1, where: Any = None, epsilon: Any = 1e-5, algorithm: str = "stable", **others) -> bool:
-    """Whether jaxops computes such a call; others: options that it does not have, or their defaults."""
+    """Whether jaxops can compute the call. others: options that jaxops does not have; their defaults are fine."""
     del where
-    # NumPy's numbers promote, Python's are weakly typed; axes may be names of mapped ones.
+    # NumPy scalars promote, Python numbers are weakly typed; axes may be names of mapped axes.
     return (
         hasattr(x, "dtype")
         and (x.dtype.name in arguments.FLOATS or jnp.issubdtype(x.dtype, jnp.integer))
@@ -109,14 +109,14 @@ def _dispatch(name: str) -> Callable[..., jax.Array]:
     @functools.wraps(original)
     def patched(*args, **kwargs):
         listener = _listener.get()
-        # jax.nn's own: for another thread's scope and for jaxops' plain forms.
+        # Other threads, and jaxops' plain forms, get jax.nn's function.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if listener is None or caller.startswith("jaxops."):
             return original(*args, **kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            return original(*args, **kwargs)  # which says what is wrong
+            return original(*args, **kwargs)  # which raises the right error
         if not _takes(**given) or _in_pallas_kernel(given["x"]):
             return original(*args, **kwargs)
         listener(name)
@@ -133,15 +133,17 @@ _PATCH = Replacement(_MODULES, {original: _dispatch(name) for name, original in 
 
 @contextlib.contextmanager
 def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-    """A scope in which jax.nn's softmax, log_softmax and standardize are jaxops' own.
+    """A scope in which jax.nn's softmax, log_softmax and standardize run on jaxops.
 
-    Replaces them in `jax.nn` and, if imported, in `flax.linen` and `flax.nnx`, for code that calls them there, and puts
-    them back at the end of the scope, after an error too. Scopes nest; other threads keep jax.nn's functions meanwhile.
-    Names that code imported before (`from jax.nn import softmax`) stay as they are, and so do functions that
-    :func:`jax.jit` traced before: it is the tracing that has to happen in the scope. Pallas kernels
-    keep jax.nn's functions. What jaxops does not take goes to jax.nn: complex numbers, 8-bit floats, names of mapped
-    axes, `standardize` with a given mean or variance, or with an epsilon that is an array, one of NumPy's numbers, or
-    negative. `standardize` computes the variance in the stable way, whichever `algorithm` is asked for.
+    The scope replaces them in `jax.nn` and, if imported, in `flax.linen` and `flax.nnx`, and restores them at its end,
+    also after an error. Scopes nest. Other threads, and Pallas kernels, keep jax.nn's functions.
+
+    The scope must include tracing: functions that :func:`jax.jit` traced earlier do not change. Neither do names that
+    code imported earlier (`from jax.nn import softmax`).
+
+    Calls that jaxops does not support go to jax.nn: complex numbers, 8-bit floats, names of mapped axes, and
+    `standardize` with a given mean or variance, or with an epsilon that is an array, a NumPy scalar, or negative.
+    `standardize` always computes the variance stably, whatever `algorithm` says.
 
     Args:
       listener: called with the function's name for each call that runs on jaxops.

@@ -41,7 +41,7 @@ HABITS = {
     r"(?:of|in|with|by|to|from|for) whom?(?:se)?": "start a new sentence",
     r"of which": "start a new sentence",
     r"not so (?:in|for|with|where)": "a sentence has a verb",
-    r"[.:;] (?:both|the same|likewise|none) (?:with|in|for|without)": "a sentence has a verb",
+    r"[.:;] (?:both|the same|likewise) (?:with|in|for|without)": "a sentence has a verb",
     r"(?:if|where|when) there (?:is|are) (?:one|none|any)": "name the thing",
 }
 PATTERN = re.compile("|".join(rf"(\b{habit}(?!\w))" for habit in HABITS).replace(" ", r"\s+"), re.IGNORECASE)

@@ -41,14 +41,14 @@ def _differentiate(activation, z, dz):
 
 
 def _map_first(operands, dims) -> list[jax.Array]:
-    """The operands with the mapped axis in front; those that are not mapped have size 1 there."""
+    """The operands with the mapped axis in front; unmapped operands have size 1 there."""
     return [jnp.expand_dims(x, 0) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
 
 
 class _EpilogueJvp(Kernel):
-    """dy = f'(z) (dz + dbias): a primitive of its own so that it is transposed as a whole, to one kernel.
+    """dy = f'(z) (dz + dbias): its own primitive, so that it is transposed as a whole, into one kernel.
 
-    Operands: z unless the activation is None; those of dz and dbias that `has` names. dbias has the result's rank, and
+    Operands: z unless the activation is None; then dz and dbias, if `has` names them. dbias has the result's rank, and
     may have size 1 along any axis.
     """
 
@@ -76,7 +76,7 @@ class _EpilogueJvp(Kernel):
 
     def batch(self, operands, dims, *, activation, dtype, has):
         size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-        whole = (activation is not None) + ("dz" in has)  # so many have the result's shape
+        whole = (activation is not None) + ("dz" in has)  # the first operands have the result's shape
         moved = [
             jnp.broadcast_to(x, (size, *x.shape[1:])) if i < whole else x
             for i, x in enumerate(_map_first(operands, dims))
@@ -97,7 +97,7 @@ class _EpilogueJvp(Kernel):
 
 
 def _transposed(activation, z, dy, dz, dbias):
-    """The cotangents of dz and dbias, of the given types; None where the type is."""
+    """The cotangents of dz and dbias, with the given types; None if the type is None."""
     summed = None if dbias is None else tuple(a for a, d in enumerate(dbias.shape) if d == 1)
     by_kernel = dz is not None and activation is not None
     operands = [dy] if activation is None else [z, dy]
@@ -112,10 +112,10 @@ def _transposed(activation, z, dy, dz, dbias):
 
 
 class _EpilogueBackward(Kernel):
-    """dz = f'(z) dy and dbias, the sum of dz before it is rounded over the axes `summed`, in a fixed order.
+    """dz = f'(z) dy, and dbias: the sum of the unrounded dz over the axes `summed`, in a fixed order.
 
-    Operands: z unless the activation is None; dy. Results: dz if its dtype is given, dbias if `summed` is. Both are
-    written in one pass where the axes of the sum are neighbours and others follow them; the rest is XLA's.
+    Operands: z unless the activation is None; dy. Results: dz if its dtype is given, dbias if `summed` is given. If the
+    summed axes are adjacent and other axes follow, one kernel pass writes both; otherwise XLA computes them.
     """
 
     def abstract(self, *operands, activation, dtype, summed) -> list[ShapedArray]:
@@ -141,7 +141,7 @@ class _EpilogueBackward(Kernel):
         return results if summed is None else [*results, jnp.sum(dz, axis=summed, keepdims=True)]
 
     def _groups(self, *operands, dtype, summed) -> tuple[int, int, int] | None:
-        """The sizes of the axes before those of the sum, of these, and after; None: the kernel does not take that."""
+        """The sizes before the summed axes, of the summed axes, and after them; None if the kernel cannot sum so."""
         shape = operands[-1].shape
         dtypes = {np.dtype(x.dtype) for x in operands} | ({np.dtype(dtype)} if dtype is not None else set())
         if len(dtypes) > 1 or not dtypes <= {np.dtype(d) for d in ("float32", "float16", jnp.bfloat16)}:
@@ -208,7 +208,7 @@ class _EpilogueBackward(Kernel):
 
 
 def epilogue_jvp(activation, like, z, dz, dbias):
-    """f'(z) (dz + dbias), of the type `like`; None stands for zero, not for both of dz and dbias."""
+    """f'(z) (dz + dbias), with the type `like`. dz or dbias may be None for zero, but not both."""
     if activation is None:
         z = None
         if dbias is None:

@@ -25,27 +25,27 @@ from jaxops.ops._epilogue import ACTIVATIONS, activation_index, epilogue_jvp
 
 
 class Spec(NamedTuple):
-    """What a matmul does, apart from its operands.
+    """The parameters of a matmul.
 
-    lhs is [..., m, k], or [..., k, m] if transposed; rhs is [..., k, n], or [..., n, k] if transposed. m, n and k stand
-    for any number of axes each: the handlers get them as one, and before that every axis can be sharded.
+    lhs is [..., m, k], or [..., k, m] if transposed; rhs is [..., k, n], or [..., n, k] if transposed. Each of m, n and
+    k stands for any number of axes, and every axis can be sharded; the handlers get one axis for each.
 
-    triangle: what need not be multiplied, where m, n and k have one axis each. "result": above the diagonal (columns
-    beyond the row) the result may be anything, as nobody looks at it; its cotangent there is 0. "lhs": above the
-    diagonal lhs, as it lies, is 0, and nobody looks at its cotangent there.
+    triangle: the part of the product that may be skipped, if m, n and k have one axis each. "result": above the
+    diagonal (columns beyond the row) the result is not used and may be anything; its cotangent there is 0. "lhs": lhs
+    as stored is 0 above the diagonal, and its cotangent there is not used.
     """
 
     lhs_transposed: bool
     rhs_transposed: bool
-    dtype: np.dtype  # of the result
+    dtype: np.dtype  # the result's dtype
     activation: str | None = None
-    precision: Any = None  # as `precision_of` gives it
-    counts: tuple[int, int, int] = (1, 1, 1)  # of the axes of m, n and k
+    precision: Any = None  # a result of `precision_of`
+    counts: tuple[int, int, int] = (1, 1, 1)  # how many axes m, n and k have
     scaled: bool = False  # the third operand is a scale
     triangle: str | None = None
 
     def sizes(self, lhs, rhs) -> tuple[tuple[int, ...], ...]:
-        """Of the axes of the result's batch, of m and k of lhs, of k and n of rhs."""
+        """Sizes of the result's batch axes, lhs's m and k axes, and rhs's k and n axes."""
         m, n, k = self.counts
         batch = lhs.ndim - m - k
 
@@ -66,7 +66,7 @@ _PRECISIONS = {
 
 
 def precision_of(precision):
-    """What a valid `precision` means under `jax.default_matmul_precision`: one for each operand, or an algorithm."""
+    """Resolves a valid `precision` under `jax.default_matmul_precision`: one for each operand, or an algorithm."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
     if isinstance(precision, str):
@@ -82,13 +82,13 @@ def precision_of(precision):
 
 
 def has_algorithm(precision) -> bool:
-    """Whether what `precision_of` gives is an algorithm, not one precision for each operand."""
+    """Whether a resolved precision is an algorithm, not one precision for each operand."""
     return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
 
 
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
-#: The arithmetic of the kernels for each kind of operands under the dot algorithms that name one.
+#: The kernels' arithmetic, by operand dtype and dot algorithm.
 _ALGORITHMS = {
     "bfloat16": {"BF16_BF16_F32": "16bit"},
     "float16": {"F16_F16_F32": "16bit"},
@@ -98,9 +98,9 @@ _ALGORITHMS = {
 
 
 def arithmetic_of(lhs, rhs, precision) -> str | None:
-    """How the kernels multiply operands of these dtypes with such a precision; None: they do not.
+    """The kernels' arithmetic for operands of these dtypes and this precision; None if there is no kernel.
 
-    As XLA does: f32 is rounded to TF32 unless the highest precision is asked for.
+    As in XLA, f32 operands are rounded to TF32 unless the precision is the highest.
     """
     names = {np.dtype(lhs).name, np.dtype(rhs).name}
     kind = "8 bits" if names <= set(EIGHT_BITS) else names.pop() if len(names) == 1 else None
@@ -115,24 +115,24 @@ def arithmetic_of(lhs, rhs, precision) -> str | None:
 
 
 def _plain_precision(lhs, rhs, precision):
-    """That with which XLA's dot does what the kernels do, as `precision_of`: not every platform has dot algorithms."""
+    """The precision with which XLA's dot does the same, because not every platform has dot algorithms."""
     if not has_algorithm(precision) or (arithmetic := arithmetic_of(lhs, rhs, precision)) is None:
         return precision
     return precision_of(lax.Precision.HIGHEST if arithmetic in ("f32", "f8") else lax.Precision.DEFAULT)
 
 
 def joined_axes(batch: Sequence[Any], *operands: Sequence[Any]) -> int:
-    """How many axes a batch has if neighbours along which the same operands broadcast are one."""
+    """How many axes a batch has after joining neighbours along which the same operands broadcast."""
     kinds = [tuple(d == 1 for d in sizes) for size, *sizes in zip(batch, *operands, strict=True) if size != 1]
     return sum(kind != before for kind, before in zip(kinds, [None, *kinds], strict=False))
 
 
 class _MatmulKernel(Kernel):
-    """activation(scale lhs @ rhs + bias), with the preactivation as a second result on request.
+    """activation(scale lhs @ rhs + bias), with the preactivation as an optional second result.
 
-    Operands: lhs, rhs, the scale if the spec says so, the bias if there is one more. All have the result's rank; along
-    a batch axis each has the result's size or 1; the scale has size 1 along all others, the bias may along any. On the
-    CPU the kernel is XLA's own dot.
+    Operands: lhs, rhs, the scale if `spec.scaled`, and the bias if one operand is left. All have the result's rank.
+    Along a batch axis, each has the result's size or 1. The scale has size 1 along all other axes; the bias may have
+    size 1 along any axis. On the CPU XLA's own dot runs.
     """
 
     def __call__(self, lhs, rhs, scale, bias, spec: Spec, preactivation: bool = False) -> list[jax.Array]:
@@ -141,7 +141,7 @@ class _MatmulKernel(Kernel):
 
     @staticmethod
     def _named(operands, spec):
-        """lhs, rhs, scale and bias; None where there is none."""
+        """lhs, rhs, scale and bias; None for a missing one."""
         lhs, rhs, *rest = operands
         scale = rest.pop(0) if spec.scaled else None
         return lhs, rhs, scale, rest[0] if rest else None
@@ -179,9 +179,9 @@ class _MatmulKernel(Kernel):
         return Layout.of(operands, [result] * (2 if preactivation else 1), k)
 
     def _flat(self, *operands, spec):
-        """The operands and the spec with m, n and k one axis each, and a function that undoes it for the results.
+        """The operands and spec with one axis each for m, n and k, and a function that restores the results' axes.
 
-        One matrix for the whole batch: the batch is folded into the rows, [..., m, k] @ [k, n] -> [... m, k] @ [k, n].
+        If one matrix serves the whole batch, batch axes join the rows: [..., m, k] @ [k, n] -> [... m, k] @ [k, n].
         """
         lhs, rhs, scale, bias = self._named(operands, spec)
         batch, m, k, _, n = spec.sizes(lhs, rhs)
@@ -209,8 +209,8 @@ class _MatmulKernel(Kernel):
 
     def _lower(self, platform, lhs, rhs, *rest, spec, preactivation):
         if platform == "cpu" and lhs.dtype == rhs.dtype == jnp.bfloat16:
-            # XLA:CPU does so itself, but forgets it for products that it reshapes, which then fail when they run
-            # ("Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32", jaxlib 0.11.2).
+            # XLA:CPU converts bf16 itself, except for products that it reshapes. Those fail at run time ("Unsupported
+            # element type for DotThunk::Execute: BF16 x BF16 = F32", jaxlib 0.11.2).
             spec = spec._replace(precision=_plain_precision(lhs.dtype, rhs.dtype, spec.precision))
             lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
         return super()._lower(platform, lhs, rhs, *rest, spec=spec, preactivation=preactivation)
@@ -221,9 +221,9 @@ class _MatmulKernel(Kernel):
     def _on_xla(
         self, *operands, spec, preactivation, sums: np.dtype | None = None, padded: bool = False
     ) -> list[jax.Array]:
-        """XLA's own dot; `sums`: its result's dtype, by default that in which the epilogue is computed.
+        """XLA's own dot. `sums`: the dot's result dtype; by default the epilogue's dtype.
 
-        padded: k = 1 to 2, with zeros.
+        padded: pad k = 1 to 2 with zeros.
         """
         flat, spec, restore = self._flat(*operands, spec=spec)
         lhs, rhs, scale, bias = self._named(flat, spec)
@@ -252,7 +252,7 @@ class _MatmulKernel(Kernel):
         return restore(_finished(z, scale, bias, spec, preactivation))
 
     def choice(self, *operands, spec, preactivation=False) -> choices.Choice:
-        """Which kernel computes the product on this machine's GPU, or on an H200 if there is none."""
+        """Which kernel computes the product on this machine's GPU, or on an H200 without a GPU."""
         lhs, rhs, scale, bias = self._named(operands, spec)
         arithmetic = arithmetic_of(lhs.dtype, rhs.dtype, spec.precision)
         if arithmetic is None:
@@ -348,11 +348,11 @@ class _MatmulKernel(Kernel):
         return restore(out[:count])
 
     def local(self, run, shards, scatter, *operands, spec, preactivation) -> list[jax.Array]:
-        """Where k is split, the partial products are summed, then come bias and activation."""
+        """If k is split over devices, sums the partial products before bias and activation."""
         lhs, rhs, scale, bias = self._named(operands, spec)
         layout = self.layout(*operands, spec=spec, preactivation=preactivation)
         over = [axis for name in layout.summed for axis in shards.get(name, ())]
-        if any(name.startswith(("m", "n", "k")) for name in shards):  # a part of a triangle is none
+        if any(name.startswith(("m", "n", "k")) for name in shards):  # a shard of a triangle is not a triangle
             spec = spec._replace(triangle=None)
         if not over:
             return run(*operands, spec=spec, preactivation=preactivation)
@@ -369,9 +369,9 @@ class _MatmulKernel(Kernel):
         return _finished(z.astype(accumulator(lhs.dtype, spec.dtype)), None, bias, spec, preactivation)
 
     def batch(self, operands, dims, *, spec, preactivation):
-        """A batch axis; where rhs is not mapped and there is no other, an axis of m instead: still one product.
+        """The mapped axis becomes a batch axis, or, if rhs is one unmapped matrix, an axis of m: still one product.
 
-        With neither lhs nor rhs mapped, the product is taken once, and finished with each entry's scale and bias.
+        If neither lhs nor rhs is mapped, the product is computed once, and each entry's scale and bias follow.
         """
         moved = [
             jnp.expand_dims(x, 0) if dim is None else jnp.moveaxis(x, dim, 0)
@@ -410,7 +410,7 @@ class _MatmulKernel(Kernel):
         return (out, [moved, dz]) if preactivation else (out[:1], [moved])
 
     def transpose(self, cotangents, *operands, spec, preactivation):
-        """With respect to the bias and one of lhs, rhs and scale."""
+        """The cotangents of the bias and of one of lhs, rhs and scale."""
         lhs, rhs, scale, bias = self._named(operands, spec)
         wanted = [ad.is_undefined_primal(x) for x in (lhs, rhs, scale)]
         if spec.activation or preactivation or sum(wanted) > 1:
@@ -429,7 +429,7 @@ class _MatmulKernel(Kernel):
     def _transpose_factor(self, dz, lhs, rhs, scale, spec):
         """The cotangent of lhs or rhs, whichever is undefined."""
         m, n, k = spec.counts
-        # Triangles on the left are the kernel's; one on the right is multiplied as a whole.
+        # The kernel skips triangles on the left; a triangle on the right is multiplied in full.
         if ad.is_undefined_primal(lhs):
             triangle = {"result": None if spec.lhs_transposed else "lhs", "lhs": "result"}.get(spec.triangle)
             left = (
@@ -448,7 +448,7 @@ class _MatmulKernel(Kernel):
 
 
 def _finished(z, scale, bias, spec, preactivation) -> list[jax.Array]:
-    """The results of sums z, in whose dtype they are scaled and biased."""
+    """The results from sums z; scale and bias are applied in z's dtype."""
     z = z if scale is None else z * scale.astype(z.dtype)
     z = z if bias is None else z + bias.astype(z.dtype)
     out = ACTIVATIONS[spec.activation](z.astype(accumulator(z.dtype))).astype(spec.dtype)
@@ -459,14 +459,14 @@ kernel = _MatmulKernel("matmul", plain_on=("cpu",))
 
 
 def _product(spec, scale, like, lhs, lhs_transposed, rhs, rhs_transposed, counts, triangle):
-    """scale lhs @ rhs as the cotangent of `like`: of its dtype, summed over batch axes along which it broadcasts."""
+    """scale lhs @ rhs as the cotangent of `like`: in its dtype, and summed over axes along which it broadcasts."""
     if lhs.dtype != rhs.dtype:
         algorithm = has_algorithm(spec.precision)
         if algorithm and like.dtype.itemsize == 2:
-            wide = like.dtype  # to which the algorithm rounds the cotangent, as XLA's dot would
+            wide = like.dtype  # the algorithm rounds the cotangent to it, as in XLA's dot
         else:
             wide = promoted(*(x.dtype for x in (lhs, rhs) if x.dtype.itemsize > 1))
-            if algorithm:  # of 8 bits, which hold no cotangent. TF32 keeps as many bits as bf16 has.
+            if algorithm:  # 8 bits cannot hold a cotangent; TF32 keeps all bits of bf16
                 spec = spec._replace(precision=precision_of(lax.Precision.DEFAULT))
         lhs, rhs = lhs.astype(wide), rhs.astype(wide)
     product = Spec(lhs_transposed, rhs_transposed, np.dtype(lhs.dtype), None, spec.precision, counts, triangle=triangle)
