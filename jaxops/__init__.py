@@ -1,4 +1,4 @@
-"""jaxops: softmax, log_softmax, layer_norm, rms_norm and matmul for JAX, on its own CPU and CUDA kernels."""
+"""jaxops: softmax, log_softmax, norms, matmul and attention for JAX, on its own CPU and CUDA kernels."""
 
 from jaxops import _load
 from jaxops._explain import Explanation, explain
@@ -6,6 +6,7 @@ from jaxops._kernel import disabled_checks
 from jaxops._patch import patch_jax_nn
 from jaxops._version import __version__
 from jaxops._warnings import FallbackWarning
+from jaxops.ops.attention import dot_product_attention
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
 from jaxops.ops.matmul import dot_general, matmul
@@ -25,6 +26,7 @@ __all__ = [
     "checkpoint_policies",
     "disabled_checks",
     "dot_general",
+    "dot_product_attention",
     "explain",
     "fuse",
     "layer_norm",

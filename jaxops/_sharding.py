@@ -31,21 +31,25 @@ Shards = dict[str, tuple[str, ...]]
 
 
 class Layout(NamedTuple):
-    """The names of all axes. summed: those over which partial results of every shard have to be summed."""
+    """The names of all axes.
+
+    summed: those over which partial results of every shard have to be summed. whole: those that every device has whole.
+    """
 
     operands: tuple[tuple[str, ...], ...]
     results: tuple[tuple[str, ...], ...]
     summed: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, operands: Iterable[Iterable[str]], results: Iterable[Iterable[str]], summed=()) -> Layout:
+    def of(cls, operands: Iterable[Iterable[str]], results: Iterable[Iterable[str]], summed=(), whole=()) -> Layout:
         """From names in which "" is an axis of its own, of size 1, along which a tensor is constant or reduced."""
         numbers = itertools.count()
 
         def complete(side):
             return tuple(tuple(name or f"own{next(numbers)}" for name in names) for names in side)
 
-        return cls(complete(operands), complete(results), tuple(summed))
+        return cls(complete(operands), complete(results), tuple(summed), tuple(whole))
 
 
 def _mesh_axes(entry) -> tuple[str, ...]:
@@ -357,7 +361,7 @@ def partitioned(
         probe_specs, given = specs[: len(probes)], list(zip(infos, specs, strict=True))[len(probes) :]
         given_operands, given_results = given[: len(layout.operands)], given[len(layout.operands) :]
         shards: Shards = {}
-        known = {name for names in layout.operands for name in names}
+        known = {name for names in layout.operands for name in names} - {*layout.whole}
 
         def split(into: Shards, side, given, accept):
             for names, (info, spec) in zip(side, given, strict=True):
@@ -388,8 +392,12 @@ def partitioned(
 
     partitioner = custom_partitioning(lambda *xs: alone(*xs[len(probes) :]))
     probe_names = [[f"probe{a}" for a in range(probe.ndim)] for probe in probes]
-    rule = " -> ".join(", ".join(map(" ".join, s)) for s in ((*probe_names, *layout.operands), layout.results))
-    partitioner.def_partition(partition=partition, sharding_rule=rule, decode_shardings=False)
+    sides = ((*probe_names, *layout.operands), layout.results)
+    rule = " -> ".join(", ".join(map(" ".join, side)) for side in sides)
+    # In the order in which the rule names them.
+    whole = tuple(dict.fromkeys(name for names in itertools.chain(*sides) for name in names if name in layout.whole))
+    options = {"sharding_rule": rule, "need_replication_factors": whole}
+    partitioner.def_partition(partition=partition, decode_shardings=False, **options)
 
     def call(*xs):
         return alone(*xs) if everything else partitioner(*xs)

@@ -21,8 +21,11 @@ from jaxops._kernel import KERNELS
 
 
 def dots_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """:func:`jax.checkpoint_policies.dots_saveable`; saves jaxops' products too, with their preactivations."""
-    if primitive is KERNELS["matmul"].primitive:
+    """:func:`jax.checkpoint_policies.dots_saveable`; saves jaxops' products too, with their preactivations.
+
+    It also saves the results of attention, which are products, with their logsumexp.
+    """
+    if primitive in (KERNELS["matmul"].primitive, KERNELS["attention_fwd"].primitive):
         return True
     return jax.checkpoint_policies.dots_saveable(primitive, *operands, **params)
 
@@ -44,7 +47,7 @@ def save_only_these_ops(*ops: str) -> Callable[..., bool]:
     """A policy that saves the results of the named ops and nothing else.
 
     Args:
-      ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "matmul".
+      ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "matmul", "attention".
 
     Returns:
       A policy. An op's results include the values that its backward pass saves, such as row statistics and

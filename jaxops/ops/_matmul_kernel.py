@@ -114,7 +114,7 @@ def arithmetic_of(lhs, rhs, precision) -> str | None:
     return {"float32": "f32" if highest else "tf32", "8 bits": "f8" if highest else "f8 fast"}.get(kind, "16bit")
 
 
-def _plain_precision(lhs, rhs, precision):
+def plain_precision(lhs, rhs, precision):
     """The precision with which XLA's dot does the same, because not every platform has dot algorithms."""
     if not has_algorithm(precision) or (arithmetic := arithmetic_of(lhs, rhs, precision)) is None:
         return precision
@@ -211,7 +211,7 @@ class _MatmulKernel(Kernel):
         if platform == "cpu" and lhs.dtype == rhs.dtype == jnp.bfloat16:
             # XLA:CPU converts bf16 itself, except for products that it reshapes. Those fail at run time ("Unsupported
             # element type for DotThunk::Execute: BF16 x BF16 = F32", jaxlib 0.11.2).
-            spec = spec._replace(precision=_plain_precision(lhs.dtype, rhs.dtype, spec.precision))
+            spec = spec._replace(precision=plain_precision(lhs.dtype, rhs.dtype, spec.precision))
             lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
         return super()._lower(platform, lhs, rhs, *rest, spec=spec, preactivation=preactivation)
 
@@ -232,7 +232,7 @@ class _MatmulKernel(Kernel):
             lhs, rhs = (x.reshape(*x.shape[:-2], 1, math.prod(x.shape[-2:])) for x in (lhs, rhs))
             lhs, rhs = (jnp.pad(x, [*[(0, 0)] * (rank - 2), (0, 1), (0, 0)]) for x in (lhs, rhs))
             spec = spec._replace(lhs_transposed=True, rhs_transposed=False)
-        precision = _plain_precision(lhs.dtype, rhs.dtype, spec.precision)
+        precision = plain_precision(lhs.dtype, rhs.dtype, spec.precision)
         wide = sums or accumulator(lhs.dtype, spec.dtype)
         if lhs.dtype != rhs.dtype:  # 8-bit floats, for which jnp.matmul defines no promotion
             lhs, rhs = (x.astype(accumulator(spec.dtype)) for x in (lhs, rhs))

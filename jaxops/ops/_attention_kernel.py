@@ -1,0 +1,370 @@
+"""The attention kernels: shapes and axes of their operands, and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
+from jax.interpreters import ad
+
+from jaxops._kernel import Kernel, jvp_of_linear
+from jaxops._rows import accumulator
+from jaxops._sharding import Layout, reshard_like
+from jaxops._warnings import warn_fallback
+from jaxops.ops import _attention_plain as plain
+from jaxops.ops import _attention_support as support
+from jaxops.ops._attention_plain import Call, Named
+
+#: The axes of operands and results: batch, queries t, keys s, key heads h, group g (queries' heads of a key head),
+#: depth d, features e. "?": of the axis' size or 1, along which the array is constant (a result: summed).
+_OPTIONS = {
+    "bias": ("b?", "h?", "g?", "t?", "s"),
+    "mask": ("b?", "h?", "g?", "t?", "s"),
+    "query_lengths": ("b",),
+    "key_value_lengths": ("b",),
+    "query_segments": ("b", "t"),
+    "key_value_segments": ("b", "s"),
+    "sinks": ("b?", "h", "g"),
+    "query_offset": ("",),
+}
+_MAIN = {
+    "query": ("b", "t", "h", "g", "d"),
+    "key": ("b", "s", "h", "d"),
+    "value": ("b", "s", "h", "e"),
+    "out": ("b", "t", "h", "g", "e"),
+    "lse": ("b", "h", "g", "t"),
+}
+AXES = {**_MAIN, **_OPTIONS}
+AXES |= {f"d{name}": AXES[name] for name in (*_MAIN, "bias", "sinks")}
+
+#: In the order in which kernels take them.
+_ORDER = tuple(AXES)
+
+#: What every device needs whole, whatever else is split.
+_WHOLE = ("s", "d", "e")
+
+#: The names of the residuals, for policies of jax.checkpoint.
+OUT_NAME, LSE_NAME = "jaxops_attention_out", "jaxops_attention_lse"
+
+
+class _AttentionKernel(Kernel):
+    """A function of attention's operands, which are known by name.
+
+    Parameters of a call: `names`, those of the operands; `wanted`, those of the results; `call`.
+    """
+
+    #: Those in which it is linear.
+    linear: frozenset[str] = frozenset()
+
+    def __init__(self, name: str, compute: Callable[[Call, Named, Sequence[str]], list[jax.Array]], **options: Any):
+        super().__init__(name, plain_on=("cpu",), **options)
+        self._compute = compute
+
+    def __call__(self, call: Call, operands: Named, wanted: Sequence[str]) -> dict[str, jax.Array]:
+        """The wanted results."""
+        given = {name: operands[name] for name in _ORDER if operands.get(name) is not None}
+        out = self.bind(*given.values(), names=tuple(given), wanted=tuple(wanted), call=call)
+        return dict(zip(wanted, out, strict=True))
+
+    def abstract(self, *avals, names, wanted, call) -> list[ShapedArray]:
+        del call
+        x = dict(zip(names, avals, strict=True))
+        sizes = _sizes(x)
+        for name, aval in x.items():
+            axes = AXES[name]
+            fits = len(axes) == aval.ndim and all(
+                d == sizes.get(axis.removesuffix("?"), 1) or (d == 1 and axis.endswith("?"))
+                for d, axis in zip(aval.shape, axes, strict=True)
+            )
+            if not fits:
+                raise TypeError(f"{self.name}: {name} has shape {aval.shape}, which does not fit {sizes}")
+
+        def result(name):
+            of = name.removeprefix("d")
+            shape = x[of].shape if of in x else tuple(sizes[axis] for axis in AXES[name])
+            dtype = x[of].dtype if of in ("query", "key", "value") else x["query"].dtype
+            return ShapedArray(shape, accumulator(dtype) if of in ("lse", "bias") else dtype)
+
+        return [result(name) for name in wanted]
+
+    def layout(self, *operands, names, wanted, call) -> Layout:
+        x = dict(zip(names, operands, strict=True))
+        sizes = _sizes(x)
+
+        def axes(name, shape):
+            return [
+                axis.removesuffix("?") if d == sizes.get(axis.removesuffix("?")) else ""
+                for d, axis in zip(shape, AXES[name], strict=True)
+            ]
+
+        results = self.abstract(*operands, names=names, wanted=wanted, call=call)
+        return Layout.of(
+            [axes(name, value.shape) for name, value in x.items()],
+            [axes(name, value.shape) for name, value in zip(wanted, results, strict=True)],
+            whole=_WHOLE,
+        )
+
+    def plain(self, *operands, names, wanted, call) -> list[jax.Array]:
+        return self._compute(call, dict(zip(names, operands, strict=True)), wanted)
+
+    def local(self, run, shards, scatter, *operands, names, wanted, call) -> list[jax.Array]:
+        """On a part of the queries, whose first one is told at run time; sums over what is split are summed."""
+        x = dict(zip(names, operands, strict=True))
+        layout = self.layout(*operands, names=names, wanted=wanted, call=call)
+        if over := shards.get("t"):
+            first = lax.axis_index(over) * x["query"].shape[1]
+            if "query_lengths" in x:
+                x["query_lengths"] = x["query_lengths"] - first.astype(np.int32)
+            if call.positional:
+                x["query_offset"] = first.astype(np.int32)[None]
+        x = {name: x[name] for name in _ORDER if name in x}
+        out = run(*x.values(), names=tuple(x), wanted=wanted, call=call)
+        found = []
+        for axes, value in zip(layout.results, out, strict=True):
+            over = [axis for name, split in shards.items() if name not in axes for axis in split]
+            found.append(lax.psum(value, over) if over else value)
+        return found
+
+    def batch(self, operands, dims, *, names, wanted, call):
+        """The mapped axis becomes one with the batch; or, if all keys are the same, with the heads of a group."""
+        x = dict(zip(names, operands, strict=True))
+        mapped = {name: dim for name, dim in zip(names, dims, strict=True) if dim is not None}
+        size = next(x[name].shape[dim] for name, dim in mapped.items())
+        forward = all(name in ("out", "lse") for name in wanted)
+        into = "g" if forward and all("g" in "".join(AXES[name]) for name in mapped) else "b"
+        sizes = _sizes({name: _without(x[name], mapped.get(name)) for name in names})
+        # A sum over the batch is one of each mapped entry's.
+        keep = [name.removeprefix("d") for name in wanted if AXES[name][0] == "b?"]
+        moved = [
+            _fold(value, mapped.get(name), AXES[name], into, size, sizes, spread=name in keep)
+            for name, value in x.items()
+        ]
+        out = self.bind(*moved, names=names, wanted=wanted, call=call)
+        found, positions = [], []
+        for name, value in zip(wanted, out, strict=True):
+            position = [axis.removesuffix("?") for axis in AXES[name]].index(into)
+            value = value.reshape(*value.shape[:position], size, sizes[into], *value.shape[position + 1 :])
+            of = name.removeprefix("d")
+            if name in ("dbias", "dsinks") and _without(x[of], mapped.get(of)).shape[0] == 1:
+                value = jnp.sum(value, position + 1, keepdims=True)
+            found.append(value)
+            positions.append(position)
+        return found, positions
+
+    def why_not(self, operands: Mapping[str, Any], wanted: Sequence[str], call: Call) -> str | None:
+        """Why a call runs on XLA's operations."""
+        if call.xla:
+            return "implementation='xla' was asked for"
+        return support.why_not(operands, "dbias" in wanted) or support.why_not_here()
+
+    def is_chosen(self, *operands, names, wanted, call) -> bool:
+        return self.why_not(dict(zip(names, operands, strict=True)), wanted, call) is None
+
+    def flops(self, *operands, names, wanted, call) -> int:
+        """Those of the products, of what positions leave to be seen."""
+        x = dict(zip(names, operands, strict=True))
+        sizes = _sizes(x)
+        if not all(isinstance(d, int) for d in sizes.values()):
+            return 0
+        logits = plain.logits_count(call, sizes["t"], sizes["s"])
+        depth = sizes["d"] + sizes["e"]
+        products = depth + (depth // 2 * 3 if "dquery" in wanted else 0)
+        return 2 * sizes["b"] * sizes["h"] * sizes["g"] * logits * products
+
+    def explain(self, *operands, names, wanted, call) -> str:
+        x = dict(zip(names, operands, strict=True))
+        why = self.why_not(x, wanted, call)
+        said = [f"on a GPU {'jaxops' if why is None else f'XLA: {why}'}"]
+        said += ["causal"] * call.causal
+        said += [f"window={call.window}"] if call.window != (-1, -1) else []
+        said += [f"soft_cap={call.soft_cap}"] if call.soft_cap else []
+        said += [f"with {name}" for name in names if name in _OPTIONS]
+        return ", ".join(said)
+
+    def jvp(self, primals, tangents, *, names, **params):
+        linear = [name in self.linear for name in names]
+        return jvp_of_linear(self, linear, primals, tangents, names=names, **params)
+
+    def call_target(self, *operands, names, wanted, call) -> list[jax.Array]:
+        x = dict(zip(names, operands, strict=True))
+        why = self.why_not(x, wanted, call)
+        if why is not None:
+            if not call.xla and x["query"].dtype.name in support.DTYPES:
+                warn_fallback(self.name, why)
+            return self.plain(*operands, names=names, wanted=wanted, call=call)
+        given = _for_handlers(x)
+        results = self.abstract(*operands, names=names, wanted=wanted, call=call)
+        shapes = [
+            ShapedArray(_with_heads(name, value.shape), value.dtype)
+            for name, value in zip(wanted, results, strict=True)
+        ]
+        sizes, segments = _sizes(x), "query_segments" in x
+        workspace = ShapedArray((self._workspace(sizes, segments),), np.dtype("int32"))
+        left, right = call.window
+        options = {f"has_{name}": name in x for name in _OPTIONS if not name.endswith("segments")}
+        *out, _ = self.ffi_call(
+            [*shapes, workspace],
+            *given.values(),
+            scale=np.float32(call.scale),
+            causal=call.causal,
+            causal_offset=np.int64(0),
+            window_left=np.int64(left),
+            window_right=np.int64(right),
+            soft_cap=np.float32(call.soft_cap),
+            has_segments=segments,
+            **options,
+            **self._attributes(x, wanted),
+        )
+        return [value.reshape(result.shape) for value, result in zip(out, results, strict=True)]
+
+    def _workspace(self, sizes: Mapping[str, Any], segments: bool) -> Any:
+        return support.forward_workspace(sizes["b"], sizes["t"], sizes["s"], segments)
+
+    def _attributes(self, x: Named, wanted: Sequence[str]) -> dict[str, Any]:
+        """Those beside both handlers' own."""
+        del x, wanted
+        return {}
+
+
+def _with_heads(name: str, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The shape with key heads and group as one axis."""
+    axes = [axis.removesuffix("?") for axis in AXES[name]]
+    if "g" not in axes:
+        return tuple(shape)
+    group = axes.index("g")
+    return (*shape[: group - 1], shape[group - 1] * shape[group], *shape[group + 1 :])
+
+
+def _for_handlers(x: Named) -> Named:
+    """The operands in the handlers' order and shapes."""
+    sizes = _sizes(x)
+    found = {}
+    for name in (*_MAIN, "dout", "dlse", *_OPTIONS):
+        if (value := x.get(name)) is None:
+            continue
+        if name in ("bias", "mask") and value.shape[1:3] not in ((1, 1), (sizes["h"], sizes["g"])):
+            value = jnp.broadcast_to(value, (value.shape[0], sizes["h"], sizes["g"], *value.shape[3:]))
+        found[name] = value.reshape(_with_heads(name, value.shape))
+    return found
+
+
+def _sizes(x: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the named axes."""
+    b, t, h, g, d = x["query"].shape
+    _, s, _, e = x["value"].shape
+    return {"b": b, "t": t, "h": h, "g": g, "s": s, "d": d, "e": e}
+
+
+def _without(x: Any, dim: int | None) -> ShapedArray:
+    shape = x.shape if dim is None else (*x.shape[:dim], *x.shape[dim + 1 :])
+    return ShapedArray(shape, x.dtype)
+
+
+def _fold(x, dim, axes, into, size, sizes, spread) -> jax.Array:
+    """x with the mapped axis, at `dim`, in front of the axis `into` and one with it.
+
+    spread: also if x is the same along that axis.
+    """
+    position = next((i for i, axis in enumerate(axes) if axis.removesuffix("?") == into), None)
+    if position is None:
+        return x
+    if dim is None:
+        if x.shape[position] == 1 and axes[position].endswith("?") and not spread:
+            return x
+        x = jnp.expand_dims(x, position)
+    else:
+        x = jnp.moveaxis(x, dim, position)
+    shape = (*x.shape[:position], size, sizes[into], *x.shape[position + 2 :])
+    x = jnp.broadcast_to(x, shape)
+    return x.reshape(*shape[:position], size * sizes[into], *shape[position + 2 :])
+
+
+def _given(primals: Sequence[Any], names: Sequence[str]) -> Named:
+    return {n: v for n, v in zip(names, primals, strict=True) if not ad.is_undefined_primal(v)}
+
+
+class _Forward(_AttentionKernel):
+    """The result and the logsumexp."""
+
+    def jvp(self, primals, tangents, *, names, wanted, call):
+        out, lse = self.bind(*primals, names=names, wanted=wanted, call=call)
+        out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+        moved = {f"d{n}": t for n, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
+        if not moved:
+            return [out, lse], [ad.Zero(jax.typeof(x)) for x in (out, lse)]
+        operands = dict(zip(names, primals, strict=True)) | {"out": out, "lse": lse} | moved
+        found = _tangent(call, operands, ("dout", "dlse"))
+        return [out, lse], list(found.values())
+
+
+class _Tangent(_AttentionKernel):
+    """The tangents of both, linear in those of the operands."""
+
+    linear = frozenset(("dquery", "dkey", "dvalue", "dbias", "dsinks"))
+
+    def transpose(self, cotangents, *operands, names, wanted, call):
+        undefined = {n: x.aval for n, x in zip(names, operands, strict=True) if ad.is_undefined_primal(x)}
+        if not set(undefined) <= self.linear:
+            raise NotImplementedError(f"{self.name} cannot be transposed in {', '.join(undefined)}; use jax.vjp")
+        x = {name: value for name, value in _given(operands, names).items() if name not in self.linear}
+        dout, dlse = cotangents
+        if isinstance(dout, ad.Zero):
+            dout = reshard_like(jnp.zeros(dout.aval.shape, dout.aval.dtype), dout.aval)
+        x |= {"dout": dout} | ({} if isinstance(dlse, ad.Zero) else {"dlse": dlse})
+        found: dict[str, jax.Array] = {}
+        if "dsinks" in undefined:
+            found["dsinks"] = plain.sink_gradient(x).astype(undefined["dsinks"].dtype)
+        x.pop("sinks", None)  # the logsumexp has them
+        if set(undefined) - {"dsinks"}:
+            bias = ("dbias",) if "dbias" in undefined else ()
+            found |= _backward(call, x, ("dquery", "dkey", "dvalue", *bias))
+        if "dbias" in undefined:
+            found["dbias"] = found["dbias"].astype(undefined["dbias"].dtype)
+        return [found.get(name) if name in undefined else None for name in names]
+
+
+class _Backward(_AttentionKernel):
+    """The gradients of the operands, linear in the cotangents of the results."""
+
+    linear = frozenset(("dout", "dlse"))
+
+    def _workspace(self, sizes: Mapping[str, Any], segments: bool) -> Any:
+        b, t, s = sizes["b"], sizes["t"], sizes["s"]
+        return support.backward_workspace(b, sizes["h"] * sizes["g"], t, s, sizes["d"], segments)
+
+    def _attributes(self, x: Named, wanted: Sequence[str]) -> dict[str, Any]:
+        return {"has_dlse": "dlse" in x, "wants_dbias": "dbias" in wanted}
+
+    def transpose(self, cotangents, *operands, names, wanted, call):
+        undefined = {n for n, x in zip(names, operands, strict=True) if ad.is_undefined_primal(x)}
+        if not undefined <= self.linear:
+            raise NotImplementedError(f"{self.name} cannot be transposed in {', '.join(undefined)}; use jax.vjp")
+        x = {name: value for name, value in _given(operands, names).items() if name not in self.linear}
+        x |= {n: c for n, c in zip(wanted, cotangents, strict=True) if not isinstance(c, ad.Zero)}
+        found = _tangent(call, x, ("dout", "dlse"))
+        return [found[name] if name in undefined else None for name in names]
+
+
+def _compute_forward(call: Call, x: Named, wanted: Sequence[str]) -> list[jax.Array]:
+    del wanted
+    return list(plain.forward(call, x))
+
+
+def _compute_tangent(call: Call, x: Named, wanted: Sequence[str]) -> list[jax.Array]:
+    del wanted
+    return list(plain.tangent(call, x))
+
+
+def _compute_backward(call: Call, x: Named, wanted: Sequence[str]) -> list[jax.Array]:
+    return plain.backward(call, x, "dbias" in wanted)
+
+
+forward = _Forward("attention_fwd", _compute_forward)
+_backward = _Backward("attention_bwd", _compute_backward)
+_tangent = _Tangent("attention_jvp", _compute_tangent, target=False)
