@@ -13,11 +13,11 @@ import jax
 from support.ops import ROW_OPS
 
 import jaxops
-from benchmarks import calls, harness, matmul, rows, rows_random, train
+from benchmarks import attention, calls, harness, matmul, rows, rows_random, train
 
 # By the host's clock first: the kernel clock leaves CUPTI attached, which would slow them down.
 BY_HOST = {"calls": calls.run, "train": train.run}
-OPS = (*BY_HOST, *ROW_OPS, "matmul")
+OPS = (*BY_HOST, *ROW_OPS, "matmul", "attention")
 # Only where asked for by name.
 BY_NAME = {"matmul_own": matmul.run_own, "matmul_random": matmul.run_random, "rows_random": rows_random.run}
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         clock, what = harness.find_clock()
         settings.console.print(f"timing: {what}", markup=False)
     for op in timed:
-        run = {"matmul": matmul.run, **BY_NAME}.get(op, functools.partial(rows.run, op))
+        run = {"matmul": matmul.run, "attention": attention.run, **BY_NAME}.get(op, functools.partial(rows.run, op))
         succeeded &= run(clock, settings)
     if not settings.labels:
         message = f"FAILED: no measurement's label has {settings.only.pattern!r} in it"

@@ -214,7 +214,7 @@ class Task:
     draw: Callable[[int], tuple]
     work: float
     unit: str
-    ceiling: float | Callable[[], Calls]
+    ceiling: float | Callable[[], Calls] | None
     differentiable: int | None = None  # how many operands, from the first, have gradients; None: all
 
     @property

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,12 +55,16 @@ class Block(nn.Module):
     """A layer as Flax's users write it: attention and a multi-layer perceptron, each behind a norm."""
 
     size: Size
+    attend: Callable[..., jax.Array] = nn.dot_product_attention
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         """`[batch, tokens, width]` to the same."""
         y = nn.LayerNorm(dtype=jnp.bfloat16)(x)
-        x = x + nn.MultiHeadDotProductAttention(self.size.heads, dtype=jnp.bfloat16)(y, mask=mask)
+        attention = nn.MultiHeadDotProductAttention(
+            self.size.heads, dtype=jnp.bfloat16, attention_fn=self.attend, name="MultiHeadDotProductAttention_0"
+        )
+        x = x + attention(y, mask=mask)
         y = nn.LayerNorm(dtype=jnp.bfloat16)(x)
         y = nn.gelu(nn.Dense(4 * self.size.width, dtype=jnp.bfloat16)(y))
         return x + nn.Dense(self.size.width, dtype=jnp.bfloat16)(y)
@@ -69,6 +74,7 @@ class Decoder(nn.Module):
     """Embeddings, blocks, and logits in bf16."""
 
     size: Size
+    attend: Callable[..., jax.Array] = nn.dot_product_attention
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -76,9 +82,14 @@ class Decoder(nn.Module):
         x = _embed(self.size, tokens)
         mask = nn.make_causal_mask(tokens)
         for i in range(self.size.layers):
-            x = Block(self.size, name=f"Block_{i}")(x, mask)
+            x = Block(self.size, self.attend, name=f"Block_{i}")(x, mask)
         x = nn.LayerNorm(dtype=jnp.bfloat16, name="norm")(x)
         return nn.Dense(self.size.vocabulary, use_bias=False, dtype=jnp.bfloat16, name="logits")(x)
+
+
+def cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
+    """What Flax's users write to get cuDNN's attention."""
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
 def _embed(size: Size, tokens: jax.Array) -> jax.Array:
@@ -169,8 +180,10 @@ def draw_parameters(model: nn.Module, tokens: jax.Array) -> Any:
 def contenders(size: Size) -> dict[str, nn.Module]:
     """The models by name."""
     plain = Decoder(size)
+    cudnn = {"cudnn": Decoder(size, cudnn_attention)} if jax.default_backend() == "gpu" else {}
     return {
         "flax": plain,
+        **cudnn,
         "swapped": linen.swap(plain)[0],
         "fused": FusedDecoder(size),
     }

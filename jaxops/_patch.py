@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import _arguments as arguments
+from jaxops.ops.attention import dot_product_attention
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
 from jaxops.ops.softmax import softmax
@@ -61,7 +62,9 @@ class Replacement:
 #: In these modules, functions that are jax.nn's are replaced.
 _MODULES = ("jax.nn", "flax.linen", "flax.linen.activation", "flax.nnx", "flax.nnx.nn.activations")
 
-_ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "standardize")}
+_ORIGINALS = {
+    name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "standardize", "dot_product_attention")
+}
 
 #: The current scope's listener in this thread (or task), called with the function's name; None outside scopes.
 _listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar("jaxops_patch", default=None)
@@ -72,7 +75,12 @@ def _standardize(x, axis=-1, epsilon=1e-5, where=None, algorithm="stable"):
     return layer_norm(x, axis=axis, epsilon=epsilon, where=where)
 
 
-_REPLACEMENTS = {"softmax": softmax, "log_softmax": log_softmax, "standardize": _standardize}
+_REPLACEMENTS = {
+    "softmax": softmax,
+    "log_softmax": log_softmax,
+    "standardize": _standardize,
+    "dot_product_attention": dot_product_attention,
+}
 
 
 def _takes(x: Any, axis: Any = -1, where: Any = None, epsilon: Any = 1e-5, algorithm: str = "stable", **others) -> bool:
@@ -102,9 +110,21 @@ def _in_pallas_kernel(x: Any) -> bool:
     return False
 
 
+def _takes_attention(**given: Any) -> bool:
+    """Whether jaxops computes such a call, with the same results; which implementation computes it must not be said."""
+    if given.get("implementation") is not None or given.get("return_residual", False):
+        return False
+    try:
+        jax.eval_shape(lambda: dot_product_attention(**given))
+    except (TypeError, ValueError):  # which jax.nn says in its own way, or takes
+        return False
+    return True
+
+
 def _dispatch(name: str) -> Callable[..., jax.Array]:
     original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
     signature = inspect.signature(original)
+    takes = _takes_attention if name == "dot_product_attention" else _takes
 
     @functools.wraps(original)
     def patched(*args, **kwargs):
@@ -117,7 +137,7 @@ def _dispatch(name: str) -> Callable[..., jax.Array]:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return original(*args, **kwargs)  # which raises the right error
-        if not _takes(**given) or _in_pallas_kernel(given["x"]):
+        if not takes(**given) or _in_pallas_kernel(next(iter(given.values()))):
             return original(*args, **kwargs)
         listener(name)
         return replacement(
@@ -133,7 +153,7 @@ _PATCH = Replacement(_MODULES, {original: _dispatch(name) for name, original in 
 
 @contextlib.contextmanager
 def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-    """A scope in which jax.nn's softmax, log_softmax and standardize run on jaxops.
+    """A scope in which jax.nn's softmax, log_softmax, standardize and dot_product_attention run on jaxops.
 
     The scope replaces them in `jax.nn` and, if imported, in `flax.linen` and `flax.nnx`, and restores them at its end,
     also after an error. Scopes nest. Other threads, and Pallas kernels, keep jax.nn's functions.
@@ -141,8 +161,9 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
     The scope must include tracing: functions that :func:`jax.jit` traced earlier do not change. Neither do names that
     code imported earlier (`from jax.nn import softmax`).
 
-    Calls that jaxops does not support go to jax.nn: complex numbers, 8-bit floats, names of mapped axes, and
-    `standardize` with a given mean or variance, or with an epsilon that is an array, a NumPy scalar, or negative.
+    Calls that jaxops does not support go to jax.nn: complex numbers, 8-bit floats, names of mapped axes, attention with
+    an `implementation` or a residual, and `standardize` with a given mean or variance, or with an epsilon that is an
+    array, a NumPy scalar, or negative.
     `standardize` always computes the variance stably, whatever `algorithm` says.
 
     Args:

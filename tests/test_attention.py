@@ -423,50 +423,6 @@ def test_cpu_runs_without_a_warning_and_without_a_target():
     assert _kernel.KERNELS["attention_fwd"].plain_on == {"cpu"}
 
 
-# Arguments
-
-_Q, _K = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 7, 2, 8), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"query": [1.0]}, TypeError, "query must be an array"),
-        ({"query": _Q[0, 0]}, ValueError, "must all have 3 or all have 4 dimensions"),
-        ({"query": _Q[0]}, ValueError, "must all have 3 or all have 4 dimensions"),
-        ({"query": _Q.astype(np.float16)}, ValueError, "must have one dtype"),
-        ({"query": _Q[:1]}, ValueError, "the same batch and depth"),
-        ({"query": _Q[..., :4]}, ValueError, "the same batch and depth"),
-        ({"query": _Q[:, :, :3]}, ValueError, "key heads must divide the query's"),
-        ({"value": _K[:, :6]}, ValueError, "value must have key's shape"),
-        ({"query": _Q * 1j}, TypeError, "query has dtype complex"),
-        ({"bias": np.zeros((5, 6))}, ValueError, "bias"),
-        ({"mask": np.zeros((2, 1, 5, 7))}, ValueError, "mask must be boolean"),
-        ({"mask": np.zeros((3, 1, 5, 7), bool)}, ValueError, "mask"),
-        ({"mask": np.zeros((1, 1, 1, 5, 7), bool)}, ValueError, "mask must broadcast"),
-        ({"scale": np.inf}, ValueError, "scale must be finite"),
-        ({"scale": np.ones(2)}, ValueError, "scale must be a scalar"),
-        ({"is_causal": 1}, TypeError, "is_causal must be True or False"),
-        ({"return_residual": None}, TypeError, "return_residual must be True or False"),
-        ({"query_seq_lengths": np.zeros(2)}, ValueError, "query_seq_lengths must be of integers"),
-        ({"key_value_seq_lengths": np.zeros(3, int)}, ValueError, "key_value_seq_lengths must have the shape"),
-        ({"query_segment_ids": np.zeros((2, 5), int)}, ValueError, "needs key_value_segment_ids"),
-        ({"key_value_segment_ids": np.zeros((2, 7), int)}, ValueError, "needs query_segment_ids"),
-        ({"local_window_size": 1.5}, TypeError, "local_window_size must be an int or a pair"),
-        ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size must be an int or a pair"),
-        ({"local_window_size": -1}, ValueError, "local_window_size must be at least 0"),
-        ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be positive"),
-        ({"sinks": np.zeros(2)}, ValueError, "sinks must have the shape"),
-        ({"implementation": "triton"}, ValueError, "implementation must be one of None, 'jaxops', 'cudnn', 'xla'"),
-        ({"implementation": "jaxops"}, ValueError, "no attention kernel for float32"),
-        ({"implementation": "cudnn", "sinks": np.zeros(4)}, ValueError, "'cudnn' does not take sinks"),
-    ],
-)
-def test_bad_arguments(given, error, message):
-    with pytest.raises(error, match=f"dot_product_attention: .*{message}"):
-        attend(**{"query": _Q, "key": _K, "value": _K, **given})
-
-
 def test_empty_axes():
     x = jnp.ones((2, 3, 1, 4))
     assert attend(x[:, :0], x, x).shape == (2, 0, 1, 4)

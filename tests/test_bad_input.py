@@ -103,7 +103,51 @@ def linen_layer(layer):
 
 ACTIVATION = (ValueError, "must be one of None, 'relu'.*got", "tanh", jax.nn.relu, 3)
 
+
+def dot_product_attention_cases():
+    query, key = jnp.zeros((2, 5, 4, 8)), jnp.zeros((2, 7, 2, 8))
+
+    def call(**bad):
+        return jaxops.dot_product_attention(**{"query": query, "key": key, "value": key} | bad)
+
+    given = (
+        ({"query": [1.0]}, TypeError, "query must be an array"),
+        ({"query": query[0, 0]}, ValueError, "must all have 3 or all have 4 dimensions"),
+        ({"query": query[0]}, ValueError, "must all have 3 or all have 4 dimensions"),
+        ({"query": query.astype(np.float16)}, ValueError, "must have one dtype"),
+        ({"query": query[:1]}, ValueError, "the same batch and depth"),
+        ({"query": query[..., :4]}, ValueError, "the same batch and depth"),
+        ({"query": query[:, :, :3]}, ValueError, "key heads must divide the query's"),
+        ({"key": None}, TypeError, "key must be an array"),
+        ({"value": key[:, :6]}, ValueError, "value must have key's shape"),
+        ({"query": query * 1j}, TypeError, "query has dtype complex"),
+        ({"bias": np.zeros((5, 6))}, ValueError, "bias"),
+        ({"mask": np.zeros((2, 1, 5, 7))}, ValueError, "mask must be boolean"),
+        ({"mask": np.zeros((3, 1, 5, 7), bool)}, ValueError, "mask"),
+        ({"mask": np.zeros((1, 1, 1, 5, 7), bool)}, ValueError, "mask must broadcast"),
+        ({"scale": np.inf}, ValueError, "scale must be finite"),
+        ({"scale": np.ones(2)}, ValueError, "scale must be a scalar"),
+        ({"is_causal": 1}, TypeError, "is_causal must be True or False"),
+        ({"return_residual": None}, TypeError, "return_residual must be True or False"),
+        ({"query_seq_lengths": np.zeros(2)}, ValueError, "query_seq_lengths must be of integers"),
+        ({"key_value_seq_lengths": np.zeros(3, int)}, ValueError, "key_value_seq_lengths must have the shape"),
+        ({"query_segment_ids": np.zeros((2, 5), int)}, ValueError, "needs key_value_segment_ids"),
+        ({"key_value_segment_ids": np.zeros((2, 7), int)}, ValueError, "needs query_segment_ids"),
+        ({"local_window_size": 1.5}, TypeError, "local_window_size must be an int or a pair"),
+        ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size must be an int or a pair"),
+        ({"local_window_size": -1}, ValueError, "local_window_size must be at least 0"),
+        ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap must be positive"),
+        ({"sinks": np.zeros(2)}, ValueError, "sinks must have the shape"),
+        ({"implementation": "triton"}, ValueError, "implementation must be one of None, 'jaxops', 'cudnn', 'xla'"),
+        ({"implementation": "jaxops"}, ValueError, "no attention kernel for float32"),
+        ({"implementation": "cudnn", "sinks": np.zeros(4)}, ValueError, "'cudnn' does not take sinks"),
+    )
+    for bad, error, match in given:
+        yield Case(list(bad)[-1], error, f"dot_product_attention: .*{match}", functools.partial(call, **bad))
+
+
 CASES = {
+    "jaxops.dot_product_attention": list(dot_product_attention_cases()),
     "jaxops.disabled_checks": [],
     "jaxops.explain": [
         *wrong(lambda function: jaxops.explain(function, X), function=(TypeError, "must be callable, got int", 3)),

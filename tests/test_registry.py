@@ -15,7 +15,7 @@ import jaxops
 from jaxops import _cpu, _kernel, _warnings
 
 #: The kernels whose CPU half is XLA's own.
-LEFT_TO_XLA_ON_CPU = {"matmul", "epilogue_bwd"}
+LEFT_TO_XLA_ON_CPU = {"matmul", "epilogue_bwd", "attention_fwd", "attention_bwd"}
 
 
 @pytest.fixture
@@ -64,6 +64,8 @@ def calls(x):
         for comparison in COMPARISONS.values():
             _, *others = comparison.operands(np.random.default_rng(0), x.shape, x.dtype)
             found += jnp.sum(comparison.ours(x, *(jnp.ones(other.shape, other.dtype) for other in others)))
+        q = x[:, None, :8].astype(jnp.bfloat16)
+        found += jnp.sum(jaxops.dot_product_attention(q, q, q).astype(x.dtype))
         return found
 
     with jax.default_matmul_precision("highest"):

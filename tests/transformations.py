@@ -34,7 +34,7 @@ from jax.test_util import check_grads
 
 import jaxops
 
-SIZES = {"b": 8, "t": 4, "c": 16, "n": 8}
+SIZES = {"b": 8, "t": 4, "c": 16, "n": 8, "k": 4}
 WHERE = np.arange(SIZES["c"]) % 3 != 1
 CAUSAL = np.tril(np.ones((SIZES["t"], SIZES["c"]), bool))
 
@@ -83,6 +83,29 @@ def _add_norm(ours, x, residual, scale, bias):
     return y + 0.5 * total
 
 
+def _attention(ours, query, key, value, sinks=None, bias=None):
+    """Eight heads of depth 2; with all options also causality, a window, a mask and segments."""
+    heads = SIZES["n"]
+    query, key, value = (x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads) for x in (query, key, value))
+    i, j = np.arange(query.shape[-3])[:, None], np.arange(key.shape[-3])[None]
+    segments = np.arange(query.shape[-3]) > 0
+    mask = None if bias is None else (i + j) % 3 != 1
+    if ours:
+        ids = np.broadcast_to(segments, query.shape[:-2]).astype(np.int32)
+        options = {"is_causal": True, "local_window_size": (2, 1), "mask": mask, "query_segment_ids": ids}
+        options = {"sinks": sinks, "bias": bias, **(options if bias is not None else {})}
+        y = jaxops.dot_product_attention(query, key, value, **options)
+    else:
+        z = jnp.einsum("bthd,bshd->bhts", query, key) * query.shape[-1] ** -0.5
+        if bias is not None:
+            seen = mask & (j <= i) & (j >= i - 2) & (segments[:, None] == segments[None])
+            z = jnp.where(seen, z + bias, -jnp.inf)
+            z = jnp.concatenate([z, jnp.broadcast_to(sinks[:, None, None], (*z.shape[:3], 1))], -1)
+        weights = jax.nn.softmax(z)[..., : key.shape[1]]
+        y = jnp.einsum("bhts,bshd->bthd", weights, value)
+    return y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
+
+
 OPS = {
     "softmax": Op(jaxops.softmax, jax.nn.softmax, ("btc",)),
     "softmax, all options": Op(
@@ -112,6 +135,10 @@ OPS = {
         lambda a, b, bias: jaxops.matmul(a, b, precision="highest", bias=bias, activation="gelu"),
         lambda a, b, bias: jax.nn.gelu(jnp.matmul(a, b, precision="highest") + bias),
         ("btc", "cn", "n"),
+    ),
+    "attention": Op(functools.partial(_attention, True), functools.partial(_attention, False), ("btc",) * 3),
+    "attention, all options": Op(
+        functools.partial(_attention, True), functools.partial(_attention, False), ("btc",) * 3 + ("n", "tk")
     ),
 }
 

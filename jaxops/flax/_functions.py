@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +15,9 @@ import numpy as np
 
 from jaxops import _arguments as arguments
 from jaxops._rows import expand_rank
+from jaxops.ops._attention_plain import WHOLE
+from jaxops.ops._attention_support import why_not as no_attention_kernel
+from jaxops.ops.attention import attention
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.matmul import dot_general, matmul, triangular_dot_general
 from jaxops.ops.rms_norm import rms_norm
@@ -297,6 +302,88 @@ def attention_weights(
     equal = jnp.where(count == 0, jnp.nan, hidden / count)
     # Add instead of select: if no key is seen, the kernel's weights and gradients are 0.
     return weights + jnp.where(seen, 0, equal).astype(weights.dtype)
+
+
+#: What the attention that runs is to tell: why it has its weights as an array; None: it has not.
+_listener: contextvars.ContextVar[Callable[[str | None], None] | None] = contextvars.ContextVar(
+    "jaxops_attention", default=None
+)
+
+
+@contextlib.contextmanager
+def attention_told_to(listener: Callable[[str | None], None]) -> Iterator[None]:
+    """A scope in which each attention tells whether it has its weights as an array, and why."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def why_weights(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: Any, own: str | None, changed: bool
+) -> str | None:
+    """Why attention has its weights as an array; None: it runs on jaxops.dot_product_attention.
+
+    Args:
+      own: a function of the caller's that computes a product.
+      changed: whether weights are stored or dropped.
+    """
+    why = None
+    if own is not None:
+        why = f"{own} is given"
+    elif changed:
+        why = "the weights are stored or dropped"
+    elif query.dtype.name not in arguments.FLOATS or value.dtype != query.dtype or key.dtype != query.dtype:
+        why = f"there is no attention for {query.dtype}"
+    elif max(query.shape[-3], key.shape[-3]) <= WHOLE:  # on XLA's operations there would be such an array, too
+        why = no_attention_kernel({"query": query, "value": value})
+    if why is None:
+        logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+        for name, x in (("bias", bias), ("mask", mask)):
+            if x is not None and arguments.joint_shape("attention", logits=logits, **{name: jnp.shape(x)}) != logits:
+                why = f"{name} has more batches than query"
+    listener = _listener.get()
+    if listener is not None:
+        listener(why)
+    return why
+
+
+def attend_without_weights(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    causal: bool,
+    precision: Any = None,
+) -> jax.Array:
+    """Attention by jaxops.dot_product_attention; arrays have any number of batch axes.
+
+    Args:
+      mask: boolean.
+      precision: of products of float32.
+    """
+    batch = query.shape[:-3]
+    if bias is not None and bias.dtype.name not in arguments.FLOATS:
+        bias = bias.astype(query.dtype)
+    if mask is not None:
+        mask = arguments.array("attention", "mask", mask).astype(bool)
+    if len(batch) > 1:
+        query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
+        bias, mask = (x if x is None else _flat_batch(x, batch) for x in (bias, mask))
+    out = attention(query, key, value, bias, mask, is_causal=causal, precision=precision)
+    return out.reshape(*batch, *out.shape[-3:])
+
+
+def _flat_batch(x: jax.Array, batch: Sequence[int]) -> jax.Array:
+    """x, which broadcasts to [batch..., heads, queries, keys], with one batch axis."""
+    x = x.reshape((1,) * (len(batch) + 3 - x.ndim) + x.shape)
+    given = x.shape[: len(batch)]
+    if any(d != 1 for d in given):
+        x = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
+    return x.reshape(math.prod(x.shape[: len(batch)]), *x.shape[len(batch) :])
 
 
 def attend(

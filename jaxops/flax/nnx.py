@@ -22,7 +22,10 @@ from jaxops._warnings import warn_fallback
 from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
+from jaxops.ops._attention_plain import WHOLE
 from jaxops.ops.matmul import dot_general
+
+_dot_general = dot_general
 
 __all__ = [
     "LayerNorm",
@@ -232,8 +235,10 @@ def dot_product_attention(
 ) -> jax.Array:
     """:func:`flax.nnx.dot_product_attention` on jaxops, for `MultiHeadAttention(attention_fn=...)`.
 
-    The products run on :func:`jaxops.dot_general`; scaling, bias, mask and softmax are one kernel. As in Flax, logits
-    are float32 unless there is dropout or `module`, and a query that sees no key attends to all keys equally.
+    Runs on :func:`jaxops.dot_product_attention`, without an array of weights. If weights are stored or dropped, if a
+    product is the caller's, and for up to 1024 tokens in float32 or with depths without a kernel, the products run on
+    :func:`jaxops.dot_general`, and scaling, bias, mask and softmax are one kernel. As in Flax, logits are
+    float32 unless there is dropout or `module`, and a query that sees no key attends to all keys equally.
 
     Args:
       query: `[batch..., queries, heads, depth]`.
@@ -274,6 +279,11 @@ def dot_product_attention(
     weighted = module is not None or dropout_rate > 0  # then Flax keeps logits in the computation's dtype
     wide = None if weighted else jnp.promote_types(query.dtype, jnp.float32)
     precision = precision if weighted else None
+    own = None if dot_general is _dot_general else "dot_general="
+    changed = module is not None or drops
+    if _functions.why_weights(query, key, value, bias, mask, own, changed) is None:
+        options = {"causal": is_causal, "precision": precision}
+        return _functions.attend_without_weights(query, key, value, bias, mask, **options)
     einsum = functools.partial(jnp.einsum, precision=precision, _dot_general=dot_general)
 
     alone = is_causal and mask is None
@@ -312,7 +322,7 @@ def dot_product_attention(
         mix=mix,
         causal=is_causal,
         dtype=query.dtype,
-        change=change if module is not None or drops else None,
+        change=change if changed else None,
     )
 
 
@@ -434,6 +444,14 @@ def _why_not(layer: nnx.Module) -> str | None:
     return _why_no_product(layer)
 
 
+def _how(layer: nnx.MultiHeadAttention, products: bool) -> str:
+    """How its attention will run, as far as its attributes tell."""
+    if not products:
+        return "with an array of weights: products=False"
+    dropped = ", while no weights are dropped" if layer.dropout_rate > 0 else ""
+    return f"fused in 16 bits, and above {WHOLE} tokens{dropped}"
+
+
 def _swap_layer(layer: nnx.Module, products: bool = True) -> None:
     """Turns the layer into ours: the same object, attributes and variables with another class."""
     if isinstance(layer, nnx.MultiHeadAttention):
@@ -484,6 +502,8 @@ def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_M
                 why = why or "products=False"
             if why is None:
                 report.swapped[where] = type(layer).__name__
+                if isinstance(layer, nnx.MultiHeadAttention):
+                    report.attention[where] = _how(layer, products)
                 _swap_layer(layer, products)
             else:
                 report.kept[where] = why

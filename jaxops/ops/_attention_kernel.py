@@ -191,6 +191,18 @@ class _AttentionKernel(Kernel):
         linear = [name in self.linear for name in names]
         return jvp_of_linear(self, linear, primals, tangents, names=names, **params)
 
+    def _split(self, operands: Sequence[Any], names: Sequence[str]) -> tuple[Named, dict[str, ShapedArray]]:
+        """The operands in which it is not linear; the types of those to whose cotangents a transpose leads."""
+        undefined = {n: x.aval for n, x in zip(names, operands, strict=True) if ad.is_undefined_primal(x)}
+        if not set(undefined) <= self.linear:
+            raise NotImplementedError(f"{self.name} cannot be transposed in {', '.join(undefined)}; use jax.vjp")
+        return {n: x for n, x in zip(names, operands, strict=True) if n not in self.linear}, undefined
+
+    def transpose(self, cotangents, *operands, names, wanted, call):
+        del cotangents, wanted, call
+        self._split(operands, names)
+        raise NotImplementedError(self.name)
+
     def call_target(self, *operands, names, wanted, call) -> list[jax.Array]:
         x = dict(zip(names, operands, strict=True))
         why = self.why_not(x, wanted, call)
@@ -285,10 +297,6 @@ def _fold(x, dim, axes, into, size, sizes, spread) -> jax.Array:
     return x.reshape(*shape[:position], size * sizes[into], *shape[position + 2 :])
 
 
-def _given(primals: Sequence[Any], names: Sequence[str]) -> Named:
-    return {n: v for n, v in zip(names, primals, strict=True) if not ad.is_undefined_primal(v)}
-
-
 class _Forward(_AttentionKernel):
     """The result and the logsumexp."""
 
@@ -309,10 +317,7 @@ class _Tangent(_AttentionKernel):
     linear = frozenset(("dquery", "dkey", "dvalue", "dbias", "dsinks"))
 
     def transpose(self, cotangents, *operands, names, wanted, call):
-        undefined = {n: x.aval for n, x in zip(names, operands, strict=True) if ad.is_undefined_primal(x)}
-        if not set(undefined) <= self.linear:
-            raise NotImplementedError(f"{self.name} cannot be transposed in {', '.join(undefined)}; use jax.vjp")
-        x = {name: value for name, value in _given(operands, names).items() if name not in self.linear}
+        x, undefined = self._split(operands, names)
         dout, dlse = cotangents
         if isinstance(dout, ad.Zero):
             dout = reshard_like(jnp.zeros(dout.aval.shape, dout.aval.dtype), dout.aval)
@@ -342,10 +347,7 @@ class _Backward(_AttentionKernel):
         return {"has_dlse": "dlse" in x, "wants_dbias": "dbias" in wanted}
 
     def transpose(self, cotangents, *operands, names, wanted, call):
-        undefined = {n for n, x in zip(names, operands, strict=True) if ad.is_undefined_primal(x)}
-        if not undefined <= self.linear:
-            raise NotImplementedError(f"{self.name} cannot be transposed in {', '.join(undefined)}; use jax.vjp")
-        x = {name: value for name, value in _given(operands, names).items() if name not in self.linear}
+        x, undefined = self._split(operands, names)
         x |= {n: c for n, c in zip(wanted, cotangents, strict=True) if not isinstance(c, ad.Zero)}
         found = _tangent(call, x, ("dout", "dlse"))
         return [found[name] if name in undefined else None for name in names]

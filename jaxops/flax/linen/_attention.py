@@ -158,8 +158,10 @@ def dot_product_attention(
 ) -> jax.Array:
     """:func:`flax.linen.dot_product_attention` on jaxops, for `MultiHeadDotProductAttention(attention_fn=...)`.
 
-    The products run on :func:`jaxops.dot_general`; scaling, bias, mask and softmax are one kernel. As in Flax,
-    a query that sees no key attends to all keys equally.
+    Runs on :func:`jaxops.dot_product_attention`, without an array of weights. If weights are stored or dropped, if a
+    product is the caller's, and for up to 1024 tokens in float32 or with depths without a kernel, the products run on
+    :func:`jaxops.dot_general`, and scaling, bias, mask and softmax are one kernel. As in Flax, a query that sees no
+    key attends to all keys equally.
 
     Args:
       query: `[batch..., queries, heads, depth]`.
@@ -198,6 +200,13 @@ def dot_product_attention(
     _functions.check_key_value(key, value)
     if is_causal_mask(mask, query, key):
         causal, mask = True, None
+    dropout = _Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
+    change = _change(dropout, module, key.ndim - 2, query.dtype)
+    own = "an einsum" if qk_attn_weights_einsum else "einsum_dot_general=" if einsum_dot_general else None
+    if _functions.why_weights(query, key, value, bias, mask, own, change is not None) is None:
+        options = {"causal": causal, "precision": precision}
+        out = _functions.attend_without_weights(query, key, value, bias, mask, **options)
+        return out.astype(jnp.float32) if force_fp32_for_softmax else out
     alone = causal and mask is None
     score = _score("qk_attn_weights_einsum", qk_attn_weights_einsum, precision, einsum_dot_general, alone)
     mix = _products(
@@ -210,7 +219,6 @@ def dot_product_attention(
         alone and bias is None,
     )
     users = bool(qk_attn_weights_einsum or einsum_dot_general)
-    dropout = _Dropout(broadcast_dropout, dropout_rng, dropout_rate, deterministic)
     return _functions.attend(
         query,
         key,
@@ -222,7 +230,7 @@ def dot_product_attention(
         mix=mix,
         causal=causal,
         dtype=jnp.float32 if force_fp32_for_softmax else query.dtype,
-        change=_change(dropout, module, key.ndim - 2, query.dtype),
+        change=change,
     )
 
 

@@ -52,8 +52,13 @@ def _projected_together(layer: nn.Module, inputs: Sequence[Any], options: Mappin
         _projections.reset(token)
 
 
-def _attention(self: Any, *inputs: Any, products: bool = True, **options: Any) -> jax.Array:
-    with _projected_together(self, inputs, options):
+def _attention(self: Any, *inputs: Any, products: bool = True, report: Any = None, **options: Any) -> jax.Array:
+    def note(why: str | None) -> None:
+        if report is not None:
+            path = "/".join(self.path) or type(self).__name__
+            report.attention[path] = "fused" if why is None else f"with an array of weights: {why}"
+
+    with _projected_together(self, inputs, options), _functions.attention_told_to(note):
         own = (
             self.qk_attn_weights_einsum_cls or self.attn_weights_value_einsum_cls
         )  # the user's einsums, with their own products
@@ -160,7 +165,8 @@ class _Interceptor:
         if swap is not None and why is None:
             report.swapped[path] = type(module).__name__
             if innermost:
-                options = {"products": self.scope.products} if swap.call is _attention else {}
+                attention = swap.call is _attention
+                options = {"products": self.scope.products, "report": report} if attention else {}
                 next_method = functools.partial(swap.call, module, **options)
         self.scope.paths.append(path)
         try:
