@@ -1,4 +1,4 @@
-// Copies of single threads from global to shared memory that go on while the thread does (cp.async, since sm_80).
+// Asynchronous copies of a thread from global to shared memory (cp.async, since sm_80).
 #ifndef JAXOPS_CORE_ASYNC_COPY_CUH_
 #define JAXOPS_CORE_ASYNC_COPY_CUH_
 
@@ -16,16 +16,16 @@ __device__ void CopyAsync(uint32_t target, const void* source, int inside) {
                  : "memory");
   }
 }
-// The policy of the L2 cache, as createpolicy encodes it, for what nothing will read again: it is the first to leave.
+// An L2 cache policy, as createpolicy encodes it, for data that nothing will read again: it is evicted first.
 inline constexpr uint64_t kEvictFirst = 0x12F0000000000000;
-// 16 bytes that nothing will read again.
+// Copies 16 bytes that nothing will read again.
 __device__ inline void CopyAsyncOnce(uint32_t target, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "l"(kEvictFirst)
                : "memory");
 }
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last kPending groups of this thread's copies are done.
+// Waits until all but the last kPending groups of this thread's copies are done.
 template <int kPending>
 __device__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,4 +1,4 @@
-// What every FFI handler is made of: the device it runs on, its errors, and the macro that exports it.
+// The base of every FFI handler: its device, its errors, and the macro that exports it.
 #ifndef JAXOPS_CORE_HANDLER_H_
 #define JAXOPS_CORE_HANDLER_H_
 
@@ -45,15 +45,15 @@ inline Error Invalid(const char* handler, const std::string& what) {
   return Error::InvalidArgument(std::string(handler) + ": " + what);
 }
 
-// Refuses buffers that cannot be computed on: with more bytes than an int64 counts (empty axes left out, as strides are
-// products too), a null pointer, or memory that is not aligned to the elements.
+// Refuses unusable buffers: more bytes than an int64 counts (ignoring empty axes, because strides are products too), a
+// null pointer, or memory that is not aligned to the elements.
 inline Error CheckBuffer(const char* handler, const AnyBuffer& buffer) {
   const DataType type = buffer.element_type();
   const uintptr_t alignment = type == DataType::F64                             ? 8
                               : type == DataType::F32 || type == DataType::S32  ? 4
                               : type == DataType::F16 || type == DataType::BF16 ? 2
                                                                                 : 1;
-  int64_t bytes = 16;  // of the largest element
+  int64_t bytes = 16;  // the largest element's size
   bool fits = true, empty = false;
   for (const int64_t size : buffer.dimensions()) {
     fits = fits && size >= 0 && !__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
@@ -66,7 +66,7 @@ inline Error CheckBuffer(const char* handler, const AnyBuffer& buffer) {
   return Error::Success();
 }
 
-// No exception crosses the FFI: what the standard library throws (no memory) becomes an error status.
+// No exception crosses the FFI: an exception of the standard library (no memory) becomes an error status.
 template <auto kHandler>
 struct Guarded;
 template <class... Args, Error (*kHandler)(Args...)>

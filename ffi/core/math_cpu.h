@@ -1,12 +1,12 @@
-// Arithmetic that compilers vectorise: selection, exp, and the 16-bit floats; and how functions of it are compiled.
+// Arithmetic that compilers vectorise (selection, exp, 16-bit floats), and the macro for functions that use it.
 #ifndef JAXOPS_CORE_MATH_CPU_H_
 #define JAXOPS_CORE_MATH_CPU_H_
 
 #include <bit>
 #include <cstdint>
 
-// One clone an instruction set, chosen when the module is loaded (by the set: an arch= of one processor's name would
-// run on that processor alone). Whatever such a function calls is inlined into it. One will do for the sanitizers.
+// One clone for each instruction set, chosen when the module is loaded. Clones are named by instruction set, because an
+// arch= clone runs only on that processor. Functions called by a clone are inlined. Sanitizer builds have one clone.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define JAXOPS_CLONES __attribute__((flatten, target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
@@ -17,15 +17,15 @@
 
 namespace jaxops {
 
-// keep ? value : other, both evaluated: a loop in which a load depends on a condition is not vectorised.
+// keep ? value : other, with both evaluated: compilers do not vectorise a loop whose loads depend on a condition.
 template <class A>
 JAXOPS_INLINE A Select(bool keep, A value, A other) {
   return keep ? value : other;
 }
 
 // exp(x) for x <= 0: 2^k exp(r), k = round(x / ln 2), |r| <= ln(2) / 2; exp(r) by its Taylor series: degree 7 leaves
-// 5e-9 of relative error in float, degree 13 leaves 4e-18 in double. Denormal results are 0, as XLA's are. NaN gives
-// NaN. The last selection is a mask on the result: one on x makes compilers duplicate the whole computation.
+// 5e-9 of relative error in float, degree 13 leaves 4e-18 in double. Denormal results are 0, as in XLA. NaN gives NaN.
+// The last selection masks the result; a mask on x would make compilers duplicate the whole computation.
 JAXOPS_INLINE float Exp(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x) in the low mantissa bits
   const float shifted = x * 1.44269504088896341f + kRound;

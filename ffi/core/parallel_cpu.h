@@ -38,7 +38,7 @@ void ParallelFor(Device& pool, int64_t workers, int64_t tasks, const Run& run) {
       pool.Schedule([work, worker] { work(worker); });
     }
   } catch (const std::exception&) {
-    // No memory for a helper: on without it. Those that have started use `run`, so this frame has to stay.
+    // No memory for a helper: go on without it. Helpers that have started use `run`, so this frame must stay.
   }
   work(0);
   while (state->done.load(std::memory_order_acquire) < tasks) std::this_thread::yield();

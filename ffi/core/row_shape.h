@@ -1,6 +1,6 @@
-// How a row op sees its tensors, whatever their shape and axes: a list of column axes, over which it normalises, and a
-// list of row axes. Every operand and result has x's rank; along an axis where it has size 1 it does not change (an
-// operand) or is summed (a result), so its stride there is 0. Nothing is ever transposed or broadcast in memory.
+// A row op's view of its tensors, whatever their shape and axes: column axes, over which it normalises, and row axes.
+// Every operand and result has x's rank. Along an axis where it has size 1, an operand is constant and a result is
+// summed, so its stride is 0. Nothing is ever transposed or broadcast in memory.
 #ifndef JAXOPS_CORE_ROW_SHAPE_H_
 #define JAXOPS_CORE_ROW_SHAPE_H_
 
@@ -31,7 +31,7 @@
 
 namespace jaxops {
 
-// Division by a number below 2^31, fast for numerators below 2^31: Granlund and Montgomery (1994), figure 4.1.
+// Division by a number below 2^31, fast for numerators below 2^31; Granlund and Montgomery (1994), figure 4.1.
 struct Divisor32 {
   uint32_t divisor = 1, multiplier = 1, shift = 0;
 
@@ -44,15 +44,14 @@ struct Divisor32 {
   }
 };
 
-// Division of numbers from 2^31 on: rare, and long where it is inlined.
+// Division of numbers of 2^31 and more: rare, so not inlined.
 JAXOPS_HOST_DEVICE JAXOPS_NOINLINE inline int64_t DivideFar(int64_t n, int64_t divisor) { return n / divisor; }
 
-// What is beyond these limits is left to XLA: jaxops/_limits.py has them, too.
+// Calls beyond these limits run on XLA; jaxops/_limits.py has the same limits.
 inline constexpr int kMaxAxes = 12;
 inline constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (1 << 20) - 1;
 
-// At most kMax axes walked as one, the last one fastest. kSlots: how many layouts are followed, each with its own
-// strides.
+// Up to kMax axes walked as one, the last axis fastest. kSlots: the number of layouts, each with its own strides.
 template <int kSlots, int kMax = kMaxAxes>
 struct Axes {
   static constexpr int kMost = kMax;
@@ -63,7 +62,7 @@ struct Axes {
   int64_t strides[kMax][kSlots];
 
   Axes() = default;
-  // The first kSlots layouts of axes of which there are at most kMax.
+  // The first kSlots layouts of at most kMax axes.
   template <int kMore, int kMost>
     requires(kMore >= kSlots)
   explicit Axes(const Axes<kMore, kMost>& from) : count(from.count), total(from.total) {
@@ -85,7 +84,7 @@ struct Axes {
       });
     }
   }
-  // The same in one of them.
+  // The offset in one layout.
   JAXOPS_HOST_DEVICE int64_t Offset(int slot, int64_t index) const {
     int64_t offset = 0;
     ForEachAxis(index, [&](int axis, int64_t position) { offset += position * strides[axis][slot]; });
@@ -110,7 +109,7 @@ struct Axes {
     visit(0, index);
   }
 
-  // The axes as one layout sees them.
+  // The axes of one layout.
   Axes<1, kMax> Only(int slot) const {
     Axes<1, kMax> out;
     out.count = count;
@@ -123,7 +122,7 @@ struct Axes {
     return out;
   }
 
-  // Adds an axis inside the present ones; joins it to the last one where every layout steps through both evenly.
+  // Adds an innermost axis. Joins it to the last one if every layout steps through both evenly.
   bool Append(int64_t size, const std::array<int64_t, kSlots>& steps) {
     total *= size;
     bool even = count > 0;
@@ -139,13 +138,13 @@ struct Axes {
   }
 };
 
-// Slot 0 is the layout of x, and of all tensors of its shape. A group is a set of rows whose column sums are taken
-// together; without column sums there is one group.
+// Slot 0 is the layout of x and of all tensors with its shape. The rows of a group share column sums; without column
+// sums there is one group.
 template <int kSlots>
 struct RowShape {
   Axes<kSlots> groups, rows, columns;
-  bool across = false;   // the elements of neighbouring rows are adjacent, not those of one row
-  uint32_t present = 0;  // the slots that were given a tensor, as bits
+  bool across = false;   // neighbouring rows are adjacent, not the elements of a row
+  uint32_t present = 0;  // bit s: slot s has a tensor
 
   int64_t total_rows() const { return groups.total * rows.total; }
   int64_t size() const { return total_rows() * columns.total; }
@@ -177,7 +176,7 @@ class RowShapeParser {
  public:
   explicit RowShapeParser(const char* handler) : handler_(handler) {}
 
-  // axes: those normalised over, ascending.
+  // axes: the normalised axes, ascending.
   Error Start(const AnyBuffer& x, ffi::Span<const int64_t> axes) {
     const auto dims = x.dimensions();
     sizes_.assign(dims.begin(), dims.end());
@@ -223,7 +222,7 @@ class RowShapeParser {
     return Error::Success();
   }
 
-  // A result that is summed over the rows of each group: along the row axes where it has size 1.
+  // A result that is summed over the rows of each group, along the row axes where it has size 1.
   Error Summed(int slot, const char* name, const AnyBuffer& buffer) {
     JAXOPS_RETURN_IF_ERROR(Check(name, buffer, [&](int64_t axis, int64_t size) {
       return size == sizes_[axis] || (size == 1 && !normalised_[axis]);
@@ -244,7 +243,7 @@ class RowShapeParser {
     return Error::Success();
   }
 
-  // grouped: rows along the axes that a summed result keeps form groups of their own.
+  // grouped: each position along the axes that a summed result keeps is a group.
   Error Finish(RowShape<kSlots>* shape, bool grouped = true) const {
     for (int64_t axis = 0; axis < rank(); ++axis) {
       if (sizes_[axis] == 1) continue;
@@ -291,8 +290,8 @@ class RowShapeParser {
   uint32_t present_ = 0;
 };
 
-// A result that is summed over the rows of each group, and its workspace [results, groups, chunks, columns]: each chunk
-// of rows' share of the sums. They are added up in chunk order, so that the sums never depend on scheduling.
+// Results summed over the rows of each group, and their workspace [results, groups, chunks, columns], which holds the
+// sums over each chunk of rows. Chunks are added in order, so the sums never depend on scheduling.
 struct SummedResults {
   int count = 0;
   int64_t chunks = 0;
@@ -319,8 +318,8 @@ Error ParseSums(const char* handler, const RowShape<kSlots>& shape, DataType typ
   return Error::Success();
 }
 
-// The workspace [parts, values, rows] of rows that are split into parts, which blocks work on apart from each other:
-// what each has found of the values that are joined over a row.
+// The workspace [parts, values, rows] of split rows. Different blocks work on the parts of a row, and each stores its
+// share of the values that are joined over the row.
 template <int kSlots>
 Error CheckParts(const char* handler, const RowShape<kSlots>& shape, DataType type, int values,
                  const AnyBuffer& workspace) {
@@ -335,7 +334,7 @@ Error CheckParts(const char* handler, const RowShape<kSlots>& shape, DataType ty
                               "], at most as many parts as columns");
 }
 
-// Takes a call's operands or results one after the other.
+// Takes a call's operands or results in order.
 template <class Source>
 class BufferReader {
  public:

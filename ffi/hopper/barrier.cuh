@@ -1,4 +1,4 @@
-// Barriers of Hopper's asynchronous world: mbarriers in shared memory, named barriers, register reallocation.
+// Hopper's asynchronous barriers: mbarriers in shared memory, named barriers, register reallocation.
 #ifndef JAXOPS_HOPPER_BARRIER_CUH_
 #define JAXOPS_HOPPER_BARRIER_CUH_
 
@@ -8,16 +8,16 @@ namespace jaxops::hopper {
 
 inline constexpr int kWarpgroup = 128;  // threads
 
-// True in one lane of a warp, all of which call it. What only that lane does is known to the compiler to be done once:
-// copies by the copy engine are not wrapped in a loop over lanes.
+// True in one lane of a warp; all lanes call it. The compiler knows that only one lane continues, so it does not wrap
+// copies by the copy engine in a loop over lanes.
 __device__ inline bool ElectLane() {
   uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
   return elected;
 }
 
-// An mbarrier, by its address. A phase ends when all arrivals and all expected bytes have come; waiting for parity 1 of
-// a fresh barrier returns at once.
+// An mbarrier, by its address. A phase ends when all arrivals and all expected bytes are in. On a fresh barrier,
+// waiting for parity 1 returns at once.
 struct Barrier {
   uint32_t address;
 
@@ -25,8 +25,8 @@ struct Barrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
   }
   __device__ void Arrive() const { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory"); }
-  // In the threads where `arrives` is true, without a branch: here, or at another block's barrier, at `address` as
-  // AddressIn gives it.
+  // Arrives if `arrives` is true, without a branch: here, or at another block's barrier, whose `address` is from
+  // AddressIn.
   __device__ void ArriveIf(bool arrives) const {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(address),
@@ -42,11 +42,11 @@ struct Barrier {
   __device__ void ArriveAndExpect(int bytes) const {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
   }
-  // Once all of this thread's copies (CopyAsync) so far are done.
+  // Arrives once all copies (CopyAsync) that this thread has issued are done.
   __device__ void ArriveWhenCopied() const {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
   }
-  // For what other blocks of the cluster have stored.
+  // Waits, and acquires the stores of other blocks in the cluster.
   __device__ void WaitForCluster(uint32_t parity) const {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
@@ -65,10 +65,10 @@ struct Barrier {
 
 // Makes initialised barriers visible to the copy engine.
 __device__ inline void FenceBarriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// Orders this thread's accesses of shared memory before later ones of the copy engine.
+// Orders this thread's shared-memory accesses before later accesses by the copy engine.
 __device__ inline void FenceSharedForCopies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Barriers among some of a block's threads; 0 is __syncthreads's.
+// Barriers among some of a block's threads; __syncthreads uses number 0.
 __device__ inline void NamedSync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -76,7 +76,7 @@ __device__ inline void NamedArrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Clusters of blocks; without, each block is one.
+// Clusters of blocks; without clusters each block is a cluster.
 __device__ inline uint32_t ClusterIndex() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
@@ -87,18 +87,18 @@ __device__ inline uint32_t ClusterRank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// Signals that this block runs, and publishes what FenceBarriers made visible to those who wait. It orders nothing
-// else: a releasing barrier would wait for all earlier writes to global memory, 0.5 us and more.
+// Signals that this block runs, and publishes initialised barriers (FenceBarriers) to waiting blocks. It orders nothing
+// else: a releasing barrier would wait for all earlier writes to global memory, which takes 0.5 us or more.
 __device__ inline void ClusterArrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void ClusterWait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// Where the cluster's block `rank` has what this block has at `address` of its shared memory.
+// The address in the cluster's block `rank` that corresponds to `address` in this block's shared memory.
 __device__ inline uint32_t AddressIn(uint32_t rank, uint32_t address) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-// Stores into the shared memory of another block; the 16 bytes count towards a barrier there. Both places as AddressIn
-// gives them.
+// Stores 16 bytes into another block's shared memory; they count towards a barrier there. Both addresses are from
+// AddressIn.
 __device__ inline void StoreInCluster(uint32_t target, float4 v, uint32_t barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
@@ -106,7 +106,7 @@ __device__ inline void StoreInCluster(uint32_t target, float4 v, uint32_t barrie
       : "memory");
 }
 
-// Gives registers of this warpgroup back, or takes such, so that it has kCount a thread.
+// Returns or takes registers, so that this warpgroup has kCount a thread.
 template <int kCount>
 __device__ void ReleaseRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));

@@ -1,5 +1,5 @@
-// The loops of op bodies on the CPU, over rows of adjacent elements (RowLoop) or rows side by side (BundleLoop): maps,
-// maxima, sums, and sums over rows.
+// Loops of op bodies on the CPU: maps, maxima, sums, and sums over rows. RowLoop is for rows of adjacent elements,
+// BundleLoop for rows side by side.
 #ifndef JAXOPS_ROWS_LOOPS_CPU_H_
 #define JAXOPS_ROWS_LOOPS_CPU_H_
 
@@ -25,8 +25,8 @@ namespace loops_internal {
 template <class A>
 inline constexpr A kLowest = -std::numeric_limits<A>::infinity();
 
-// Sums are taken in double: exact to the last place of a float however long they are. Those of doubles themselves by
-// Kahan's method; excess: what the last addition rounded up by.
+// Floats are summed in double, so that a sum is exact to the last place of a float, however long it is. Doubles are
+// summed by Kahan's method; excess: the rounding error of the last addition.
 template <class A>
 JAXOPS_INLINE void Add(double value, double& total, double& excess) {
   if constexpr (std::is_same_v<A, double>) {
@@ -44,13 +44,13 @@ struct Vector {
   typedef T Type __attribute__((vector_size(kWidth * sizeof(T))));
 };
 
-// Elements kBegin, kBegin + 1, ... of a vector. By reference: vectors that the processor may not have are passed so.
+// Elements kBegin, kBegin + 1, ... of a vector. It is passed by reference, because the processor may lack such vectors.
 template <int64_t kBegin, class From, class To, int64_t... i>
 JAXOPS_INLINE void Part(const From& from, To& to, std::integer_sequence<int64_t, i...>) {
   to = __builtin_shufflevector(from, from, (kBegin + i)...);
 }
 
-// The maximum or the sum of a vector's kWidth values, taken pairwise: its upper half joins the lower, in registers.
+// The maximum or sum of a vector's kWidth values, pairwise: the upper half joins the lower half, in registers.
 template <bool kMax, int64_t kWidth, class T>
 JAXOPS_INLINE T FoldVector(const typename Vector<T, kWidth>::Type& values) {
   constexpr int64_t kHalf = kWidth / 2;
@@ -68,8 +68,8 @@ JAXOPS_INLINE T FoldVector(const typename Vector<T, kWidth>::Type& values) {
     return FoldVector<kMax, kHalf, T>(low);
   }
 }
-// The same of an array's values, first joined in vectors of 32 bytes. Those are read through pointers: of memcpy GCC
-// makes a copy by 16 bytes, and the vectors wait for both halves to be written.
+// The same for an array, first joined in vectors of 32 bytes. They are read through pointers: GCC turns memcpy into
+// copies of 16 bytes, and then a vector load waits until both halves are written.
 template <bool kMax, int64_t kWidth, class T>
 JAXOPS_INLINE void JoinHalves(const T* values, typename Vector<T, 32 / sizeof(T)>::Type& joined) {
   typedef T Unaligned __attribute__((vector_size(32), aligned(alignof(T)), may_alias));
@@ -103,9 +103,9 @@ struct PerRow {
   JAXOPS_INLINE A& operator[](int64_t w) { return value[w]; }
 };
 
-// The loops over `rows` rows of adjacent elements: element c of row w is number w * columns + c, and f is called with
-// both numbers. Each pass goes over all rows before the next one begins: while a short row's sum is being folded those
-// of the rows behind it go on. Elements beyond a row's last whole pack are computed in a pack that overlaps it.
+// Loops over `rows` rows of adjacent elements. Element c of row w is number w * columns + c, and f gets both numbers.
+// Each pass visits all rows before the next pass begins, so that folding a short row's sum overlaps with the next rows.
+// If elements remain after a row's last whole pack, a pack that overlaps it computes them.
 template <class A>
 struct RowLoop {
   static constexpr int64_t kMaxRows = 16;
@@ -136,7 +136,7 @@ struct RowLoop {
     }
   }
 
-  // max over f; NaN is ignored, as the callers' later subtraction brings it back.
+  // max over f. NaN is ignored here; the caller's subtraction brings it back.
   template <class F>
   JAXOPS_INLINE Value Max(F f) const {
     const auto larger = [](A a, A b) { return a > b ? a : b; };
@@ -165,7 +165,7 @@ struct RowLoop {
   JAXOPS_INLINE Value Sum(F f) const {
     return SumOf<false>(nullptr, f);
   }
-  // The sum of f, which is also kept as target.
+  // The sum of f; stores f into target.
   template <class F>
   JAXOPS_INLINE Value MapSum(A* target, F f) const {
     return SumOf<true>(target, f);
@@ -183,7 +183,7 @@ struct RowLoop {
  private:
   static constexpr int64_t kLanes = std::is_same_v<A, double> ? 2 * kPack : kPack, kHalf = kPack / 2;
 
-  // The columns before the last two packs where these overlap, else all.
+  // The columns before the last two packs if these overlap, else all columns.
   JAXOPS_INLINE int64_t BeforeLast() const { return columns % kPack == 0 ? columns : columns / kPack * kPack - kPack; }
 
   template <bool kStore, class F>
@@ -209,9 +209,9 @@ struct RowLoop {
         continue;
       }
       double total[kLanes], excess[kLanes] = {};
-      for (double& value : total) value = -0.0;  // -0 + x is x; all bits 0 would be written by a slow instruction
+      for (double& value : total) value = -0.0;  // -0 + x is x; zeroing all bits would use a slow instruction
       const auto join = [&](int64_t w, A value) { loops_internal::Add<A>(value, total[w], excess[w]); };
-      // Floats are added in fours, or in pairs, before: it costs less than to convert each.
+      // Add floats in fours or pairs first, which is cheaper than converting each to double.
       constexpr int kTogether = std::is_same_v<A, double> ? 1 : kStore ? 2 : 4;
       ForEachLane<kTogether>(stored, [](A a, A b) { return a + b; }, join);
       if (BeforeLast() < columns) {
@@ -229,7 +229,7 @@ struct RowLoop {
     return result;
   }
 
-  // Rows of less than a pack: in halves of one, which overlap as packs do, or one by one.
+  // Rows shorter than a pack: in half packs, which overlap as packs do, or one by one.
   template <class F>
   JAXOPS_INLINE void MapFew(F element, A* to) const {
     if (columns < kHalf) {
@@ -256,8 +256,8 @@ struct RowLoop {
     return loops_internal::Fold<false, kHalf>(total);
   }
 
-  // Calls join(lane, element) for the columns before the last two packs; kTogether elements as one, of
-  // pair(pair(), pair()), while there are so many.
+  // Calls join(lane, element) for the columns before the last two packs. As long as there are kTogether elements,
+  // pair(pair(), pair()) joins them first.
   template <int kTogether, class F, class Pair, class Join>
   JAXOPS_INLINE void ForEachLane(F element, Pair pair, Join join) const {
     const int64_t end = BeforeLast();
@@ -285,8 +285,8 @@ struct RowLoop {
     }
   }
 
-  // Where the last two packs overlap: the last is computed before anything of the other is stored; both are joined,
-  // each element once, the last pack's as last(lane); and the last is stored last.
+  // If the last two packs overlap, the last one is computed before the other is stored. Both are joined, each element
+  // once, the last pack's elements as last(lane). The last pack is stored last.
   template <class F>
   JAXOPS_INLINE void TakeLast(F element, A (&last)[kPack]) const {
 #pragma omp simd
@@ -307,21 +307,21 @@ struct RowLoop {
   }
 };
 
-// The parts of a bundle's columns, among which threads share a pass over it. Sums are taken part by part, however many
-// threads there are.
+// The parts of a bundle's columns; threads share a pass over them. Sums are taken part by part, whatever the number of
+// threads.
 struct ColumnParts {
   int64_t count = 1;
-  Device* pool = nullptr;    // as `values`, needed where there are several
+  Device* pool = nullptr;    // needed, as is `values`, if there are several parts
   double* values = nullptr;  // [count, lanes]
 
-  // Calls run(context, part) for each on the pool's threads. Not inlined: each pass of each body would hold a copy.
+  // Calls run(context, part) for each part on the pool's threads. Not inlined, else every pass would have a copy.
   __attribute__((noinline)) void ForEach(void (*run)(const void*, int64_t), const void* context) const {
     ParallelFor(*pool, std::min(pool->num_threads(), count), count, [=](int64_t, int64_t part) { run(context, part); });
   }
 };
 
-// The same over `rows` rows side by side: element c of row w is number c * pitch + w. lanes: how many rows are
-// computed; what those above `rows` give is of no use.
+// The same for `rows` rows side by side: element c of row w is number c * pitch + w. lanes: how many rows are computed;
+// results of rows beyond `rows` are ignored.
 template <class A>
 struct BundleLoop {
   static constexpr int64_t kMaxLanes = 1024;
@@ -369,7 +369,7 @@ struct BundleLoop {
     parts.ForEach([](const void* context, int64_t part) { (*static_cast<const Part*>(context))(part); }, &run_part);
   }
 
-  // Joins what reduce(begin, end, values) gives of each part, in their order.
+  // Joins the results of reduce(begin, end, values) for all parts, in order.
   template <class Run, class Join>
   JAXOPS_INLINE Value Reduce(const Run& reduce, Join join) const {
     double own[kMaxLanes];
@@ -384,8 +384,8 @@ struct BundleLoop {
     return result;
   }
 
-  // The passes over columns begin to end. Each is a function with clones of its own: what a thread of the pool is
-  // handed is not inlined into any.
+  // The passes over columns [begin, end). Each is a function with its own clones, because functions that run on the
+  // pool's threads are not inlined.
   template <class F>
   JAXOPS_CLONES void MapIn(int64_t begin, int64_t end, A* target, F f) const {
     for (int64_t c = begin; c < end; ++c) {
@@ -412,7 +412,7 @@ struct BundleLoop {
   JAXOPS_CLONES void SumIn(int64_t begin, int64_t end, F f, double* values) const {
     double excesses[kMaxLanes];
     for (int64_t w = 0; w < lanes; ++w) values[w] = excesses[w] = 0;
-    // Several columns for each time that the totals are read and written.
+    // Several columns for each read and write of the totals.
     const auto add = [&]<int64_t kColumns>(int64_t c) {
 #pragma omp simd
       for (int64_t w = 0; w < lanes; ++w) {
@@ -421,7 +421,7 @@ struct BundleLoop {
           for (int64_t k = 0; k < kColumns; ++k) {
             loops_internal::Add<A>(static_cast<double>(f((c + k) * pitch + w, w)), total, excess);
           }
-        } else {  // in pairs, as RowLoop's
+        } else {  // in pairs, as in RowLoop
           for (int64_t k = 0; k < kColumns; k += 2) {
             const A first = f((c + k) * pitch + w, w), second = f((c + k + 1) * pitch + w, w);
             loops_internal::Add<A>(static_cast<double>(first + second), total, excess);

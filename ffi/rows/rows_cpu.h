@@ -1,6 +1,6 @@
-// The CPU's row loop: brings rows, whatever their dtype, axes and strides, to an op body as adjacent floats (or
-// doubles), in one of two forms: single rows (RowLoop of rows/loops_cpu.h), or, where the elements of neighbouring rows
-// are adjacent in memory, bundles of rows side by side (BundleLoop). Op bodies are written once for both.
+// The CPU's row loop. It hands rows of any dtype, axes and strides to an op body as adjacent floats (or doubles), in
+// one of two forms: single rows (RowLoop in rows/loops_cpu.h), or, if neighbouring rows are adjacent in memory, bundles
+// of rows side by side (BundleLoop). An op body is written once for both.
 #ifndef JAXOPS_ROWS_ROWS_CPU_H_
 #define JAXOPS_ROWS_ROWS_CPU_H_
 
@@ -22,8 +22,8 @@
 
 namespace jaxops {
 
-// The operands or the result of a row kernel, and the slot of its layout. Without a buffer it is absent, or (Diagonal)
-// stands for where its layout's offsets are not negative.
+// An operand or result of a row kernel, and the slot of its layout. A tensor without a buffer is absent; a Diagonal
+// without a buffer is 1 where its layout's offsets are not negative, else 0.
 struct RowTensor {
   void* data = nullptr;
   DataType type = DataType::INVALID;
@@ -42,21 +42,21 @@ struct RowTensor {
   bool present() const { return type != DataType::INVALID; }
 };
 
-// The elements of one value a row, null if absent.
+// A tensor with one value a row; null if absent.
 template <class A>
 A* RowValues(const std::optional<AnyBuffer>& buffer) {
   return buffer ? static_cast<A*>(buffer->untyped_data()) : nullptr;
 }
 
-// What a call of an op body works on: a row, or a bundle.
+// The rows of one call of an op body: a row, or a bundle.
 template <int kSlots>
 struct Position {
   int64_t task;
-  int64_t offsets[kSlots];  // of the block's first row in every layout
-  const int64_t* steps;     // to the next row's
-  int64_t row = 0;          // of the block, the first of those computed together
+  int64_t offsets[kSlots];  // the block's first row, in every layout
+  const int64_t* steps;     // from a row to the next, in every layout
+  int64_t row = 0;          // within the block: the first row of this call
 
-  // That of the w-th row from there on.
+  // The offset of row `row` + w.
   JAXOPS_INLINE int64_t Offset(int slot, int64_t w) const { return offsets[slot] + (row + w) * steps[slot]; }
 };
 
@@ -124,7 +124,7 @@ JAXOPS_CLONES void Scatter(const A* buffer, int64_t begin, const Copy& copy, T* 
   copy.ForEach([=](int64_t offset, int64_t position) { target[begin + offset] = FromFloat<T>(buffer[position]); });
 }
 
-// The column axes as runs along the innermost one.
+// Splits the column axes into runs along the innermost axis.
 template <int kSlots>
 struct Columns {
   int64_t length = 1;
@@ -168,7 +168,7 @@ void VisitElement(DataType type, Visit visit) {
   }
 }
 
-// Calls visit.operator()<A>() with the accumulator type that all the tensors share: double for f64, float for the rest.
+// Calls visit.operator()<A>() with the tensors' accumulator type: double for f64, float for other dtypes.
 template <class Visit>
 Error VisitAccumulator(const char* handler, std::initializer_list<AnyBuffer> tensors, Visit visit) {
   const DataType accumulator = AccumulatorType(tensors.begin()->element_type());
@@ -180,7 +180,7 @@ Error VisitAccumulator(const char* handler, std::initializer_list<AnyBuffer> ten
   return accumulator == DataType::F64 ? visit.template operator()<double>() : visit.template operator()<float>();
 }
 
-// Brings a tensor's elements into a buffer.
+// Copies a tensor's elements into a buffer.
 template <class A>
 void GatherTensor(const RowTensor& tensor, int64_t begin, const rows_internal::Copy& copy, A* buffer) {
   using namespace rows_internal;
@@ -192,7 +192,7 @@ void GatherTensor(const RowTensor& tensor, int64_t begin, const rows_internal::C
                   [&]<class T> { Gather<A>(Elements<A, T>{static_cast<const T*>(tensor.data)}, begin, copy, buffer); });
 }
 
-// The tensors of a block of rows (or of one bundle), in place or in buffers; from one row to the next `pitches` apart.
+// The tensors of a block of rows (or of one bundle), in place or in buffers. Consecutive rows are `pitches` apart.
 template <class A, int kSlots, size_t kInputs, size_t kOutputs>
 struct Block {
   Position<kSlots> position;
@@ -200,8 +200,8 @@ struct Block {
   std::array<A*, kInputs + kOutputs> data;
   std::array<int64_t, kInputs + kOutputs> pitches;
 
-  // Calls body(loop, position, inputs, outputs) for every `together` rows. The loop over rows stands in the clone
-  // itself: in a function that is inlined into it GCC 12 leaves most of the body's loops as they are, not vectorised.
+  // Calls body(loop, position, inputs, outputs) for every `together` rows. The clone itself contains the loop over
+  // rows: if the loop is in a function inlined into the clone, GCC 12 does not vectorise most of the body's loops.
   template <class Body>
   JAXOPS_CLONES void Run(RowLoop<A> loop, const Body& body) {
     for (const int64_t together = loop.rows; position.row < rows; position.row += together) {
@@ -210,7 +210,7 @@ struct Block {
       body(loop, position, in, out);
     }
   }
-  // The same for a bundle. Its passes have clones of their own.
+  // The same for a bundle, whose passes have their own clones.
   template <class Body>
   void Run(const BundleLoop<A>& loop, const Body& body) {
     const auto [in, out] = Tensors();
@@ -218,7 +218,7 @@ struct Block {
   }
 
  private:
-  // Where they begin in the present row.
+  // The tensors' elements in the current row.
   JAXOPS_INLINE std::pair<std::array<const A*, kInputs>, std::array<A*, kOutputs>> Tensors() const {
     std::pair<std::array<const A*, kInputs>, std::array<A*, kOutputs>> at;
     for (size_t k = 0; k < kInputs; ++k) at.first[k] = data[k] + position.row * pitches[k];
@@ -227,15 +227,15 @@ struct Block {
   }
 };
 
-// Walks the rows of a call, by lines along the innermost of their axes.
+// Walks the rows of a call, in lines along the innermost row axis.
 //
-// Rows of floats are used in place, all others go through buffers, as do those of which an op body gets several at a
-// time if they do not follow each other in memory; what is the same for all rows is repeated there. Bundles are in
-// place if all their tensors are floats of x's layout.
+// f32 rows are used in place. Other dtypes are copied to a buffer, and so are rows that an op body gets several at a
+// time, if they are not contiguous. Operands that are the same for all rows are repeated in the buffer. A bundle is
+// used in place if all its tensors are f32 and have x's layout.
 template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
 class RowWalk {
  public:
-  // threads: among which bundles are divided; 0 if their width may not depend on it.
+  // threads: bundles are divided among so many threads; 0 if a bundle's width must not depend on the number.
   RowWalk(const RowShape<kSlots>& shape, int64_t tasks, int64_t threads, const std::array<RowTensor, kInputs>& inputs,
           const std::array<RowTensor, kOutputs>& outputs, const Body& body)
       : shape_(shape),
@@ -254,7 +254,7 @@ class RowWalk {
     for (const RowTensor& t : tensors_) uniform &= !t.present() || (t.slot == kFull && Direct(t));
     for (size_t k = 0; k < kTensors; ++k) {
       const RowTensor& t = tensors_[k];
-      const bool follows = together_ == 1 || steps_[t.slot] == n_;  // each row on the one before it
+      const bool follows = together_ == 1 || steps_[t.slot] == n_;  // each row follows the one before it
       in_place_[k] = t.present() && (bundled_ ? uniform : Direct(t) && columns_.Adjacent(t.slot) && follows);
     }
     if (bundled_) {
@@ -262,7 +262,7 @@ class RowWalk {
     } else {
       width_ = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(n_, 1), 1, line_);
     }
-    // The first output takes the first input's place.
+    // The first output shares the first input's buffer.
     const bool shared = tensors_[0].present() && !in_place_[0];
     for (size_t k = 0; k < kTensors; ++k) {
       if (tensors_[k].present() && !in_place_[k]) buffer_[k] = k == kInputs && shared ? buffer_[0] : buffers_++;
@@ -296,23 +296,23 @@ class RowWalk {
  private:
   static constexpr int kFull = 0;
   static constexpr size_t kTensors = kInputs + kOutputs;
-  // A block's buffers stay in the nearest cache, a bundle's in the second.
+  // A block's buffers fit the L1 cache, a bundle's buffers the L2 cache.
   static constexpr int64_t kBlockElements = 2048, kBundleElements = 1 << 17;
-  // Op bodies get rows of no more columns several at a time; of fewer if they do not follow each other in memory, and
-  // have to be copied for it.
+  // Op bodies get rows of up to so many columns several at a time. The limit is lower for rows that are not contiguous,
+  // because they must be copied.
   static constexpr int64_t kShortColumns = 768, kCopiedColumns = 128;
 
-  // Of one task.
+  // The state of one task.
   struct State {
     int64_t task;
     ColumnParts parts;
     A* buffers;
     int64_t group[kSlots];
-    std::array<int64_t, kTensors> gathered;  // where the buffers' contents begin
+    std::array<int64_t, kTensors> gathered;  // the offsets at which the buffers begin
   };
 
-  // The wider bundles are, the longer the runs of memory in which columns are read. Threads share the columns of
-  // bundles in place if those are few and large; of others each thread gets some, wherever they are wide enough then.
+  // A wider bundle reads columns in longer runs of memory. If there are few large bundles in place, threads share their
+  // columns; otherwise each thread gets its own bundles, as long as they stay wide enough.
   void SetBundles(int64_t lines, int64_t threads, bool in_place) {
     constexpr int64_t kFew = 16, kLargeElements = 1 << 18, kParts = 16, kFewLanes = 128, kMostBufferedLanes = 512;
     const int64_t widest = std::min(line_, BundleLoop<A>::kMaxLanes);
@@ -355,7 +355,7 @@ class RowWalk {
     }
   }
 
-  // Computes `count` rows from `row` on.
+  // Computes rows [row, row + count).
   template <class Loop>
   void Compute(const Loop& loop, int64_t row, int64_t count, State& state) const {
     Block<A, kSlots, kInputs, kOutputs> block;
@@ -400,23 +400,23 @@ class RowWalk {
   const Body& body_;
   const rows_internal::Columns<kSlots> columns_;
   const int64_t n_, line_;
-  const int64_t* const steps_;  // along a line
+  const int64_t* const steps_;  // from row to row along a line
   const bool bundled_;
-  const int64_t together_;  // rows that an op body gets at a time
+  const int64_t together_;  // rows in one call of an op body
   std::vector<RowTensor> tensors_;
   std::array<bool, kTensors> in_place_;
-  std::array<int64_t, kTensors> buffer_ = {};  // of those that are not in place
+  std::array<int64_t, kTensors> buffer_ = {};  // the buffers of tensors that are not in place
   int64_t buffers_ = 0;
-  int64_t parts_ = 1;                    // of a bundle's columns
+  int64_t parts_ = 1;                    // parts of a bundle's columns
   int64_t width_, pitch_, buffer_size_;  // width: rows of a block or bundle
 };
 
-// Calls body(loop, position, inputs, outputs) for all rows, a few at a time, loop being a RowLoop, or by bundles, loop
-// being a BundleLoop: inputs[k] and outputs[k] point at the elements as the loop counts them, or are null where the
-// tensor is absent. outputs[0] may be the same memory as inputs[0], and only that.
+// Calls body(loop, position, inputs, outputs) for all rows: a few at a time with a RowLoop, or by bundles with a
+// BundleLoop. inputs[k] and outputs[k] point at elements in the loop's order; they are null if the tensor is absent.
+// outputs[0] may be the same memory as inputs[0]; other tensors do not overlap.
 //
-// Each group's rows are split into `tasks` consecutive ranges; a task never leaves its group. Where `summed`, because
-// the body sums columns over a task's rows, nothing depends on the number of threads; else the width of bundles does.
+// Each group's rows are split into `tasks` consecutive ranges; a task never leaves its group. If `summed`, the body
+// sums columns over a task's rows, and nothing depends on the number of threads; otherwise the width of bundles does.
 template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
 void ForEachRow(Device& pool, const RowShape<kSlots>& shape, int64_t tasks, bool summed,
                 const std::array<RowTensor, kInputs>& inputs, const std::array<RowTensor, kOutputs>& outputs,
@@ -426,7 +426,7 @@ void ForEachRow(Device& pool, const RowShape<kSlots>& shape, int64_t tasks, bool
   RowWalk<A, kSlots, kInputs, kOutputs, Body>(shape, tasks, threads, inputs, outputs, body).Run(pool);
 }
 
-// Enough tasks that each holds about 16 Ki elements; at most one a row, and 256 a group.
+// So many tasks that each has about 16 Ki elements; at most one a row, and 256 a group.
 template <int kSlots>
 int64_t TasksPerGroup(const RowShape<kSlots>& shape) {
   const int64_t most = std::clamp<int64_t>(shape.rows.total, 1, 256);
@@ -446,7 +446,7 @@ JAXOPS_CLONES void AddRows(int64_t rows, int64_t n, const A* values, A* sum) {
   }
 }
 
-// The sums over the rows of each group: one partial sum a task, [results, groups, tasks, columns], in the workspace.
+// Sums over the rows of each group. The workspace [results, groups, tasks, columns] has one partial sum a task.
 template <class A>
 class ColumnSums {
  public:
@@ -459,10 +459,10 @@ class ColumnSums {
     if (results.count) std::fill_n(Partial(0, 0), results.count * groups_ * tasks_ * columns_, A{0});
   }
 
-  // As many chunks as tasks; the rest of the workspace is for devices with more of them.
+  // As many chunks as tasks; a GPU may use the rest of the workspace.
   int64_t tasks() const { return tasks_; }
 
-  // task: of all groups, as in Position.
+  // task: counts over all groups, as in Position.
   A* Partial(int result, int64_t task) const {
     return static_cast<A*>(results_.workspace) + (result * groups_ * tasks_ + task) * columns_;
   }
@@ -475,7 +475,7 @@ class ColumnSums {
       int64_t offsets[kSlots];
       shape.groups.Offsets(group, offsets);
       for (int result = 0; result < results_.count; ++result) {
-        A* const sums = Partial(result, group * tasks_);  // the first task's place
+        A* const sums = Partial(result, group * tasks_);  // the first task's sums
         AddRows(tasks_, columns_, sums, sums);
         rows_internal::Scatter<A>(sums, offsets[slot], columns.Rows(slot), static_cast<A*>(results_.results[result]));
       }

@@ -1,12 +1,14 @@
 // The operands of softmax and log_softmax, checked; shared by the CPU and the CUDA handlers.
 //   forward:  x, [scale], [bias], [where]                            -> y, [max, total], [parts]
 //   backward: x or y, [scale], [bias], [where], [max, total], dy     -> dx, [parts]
-// The logits are z = x scale + bias; masked (z = -inf, result 0 or -inf, gradient 0) where `where` is false, and, if
-// query_axis >= 0, where key > query. scale has the accumulator's dtype, bias any floating dtype, where is boolean.
-// softmax's backward pass starts from y: it needs neither bias nor where, and `masked` says that y's zeros may be
-// masked entries, whose gradient is 0 whatever dy is. log_softmax's starts from x and each row's max = max(z) and
-// total = sum(exp(z - max)), which the forward pass gives if they are wanted, of the accumulator's dtype. parts is a
-// workspace, with which a GPU may split the rows of a call without options; see CheckParts.
+// The logits are z = x scale + bias. An entry is masked (z = -inf, result 0 or -inf, gradient 0) if `where` is false
+// or, with query_axis >= 0, if key > query. scale has the accumulator's dtype, bias any floating dtype; where is
+// boolean.
+//
+// softmax's backward pass starts from y and needs neither bias nor where. `masked` says that zeros in y may be masked
+// entries, whose gradient is 0 whatever dy is. log_softmax's backward pass starts from x and from each row's
+// max = max(z) and total = sum(exp(z - max)), optional results of the forward pass in the accumulator's dtype.
+// parts is a workspace that lets a GPU split rows if there are no options; see CheckParts.
 #ifndef JAXOPS_OPS_LOGITS_LOGITS_H_
 #define JAXOPS_OPS_LOGITS_LOGITS_H_
 
@@ -20,7 +22,7 @@ struct LogitsAttributes {
   int64_t query_axis, key_axis;
   bool has_scale, has_bias, has_where, has_parts;
   bool has_max = false;  // and total
-  bool masked = false;   // of the backward pass
+  bool masked = false;   // backward pass
 };
 
 struct LogitsCall {

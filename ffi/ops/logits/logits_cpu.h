@@ -1,4 +1,4 @@
-// What softmax and log_softmax have in common on the CPU: the tiles of a call, its logits and its mask.
+// Shared by softmax and log_softmax on the CPU: the tiles of a call, its logits and its mask.
 #ifndef JAXOPS_OPS_LOGITS_LOGITS_CPU_H_
 #define JAXOPS_OPS_LOGITS_LOGITS_CPU_H_
 
@@ -9,7 +9,7 @@
 
 namespace jaxops {
 
-// Which of a row's entries are not masked.
+// The unmasked entries of a row.
 template <class A>
 struct Visible {
   const A *where, *diagonal;  // 0 or 1; the same array twice if only one of them was given
@@ -27,7 +27,7 @@ JAXOPS_INLINE void FillMasked(const Loop& loop, const Visible<A>& visible, A val
   loop.Map(target, [=](int64_t i, int64_t) { return Select(visible(i), target[i], value); });
 }
 
-// The scale of every row, 1 if there is none.
+// The scale of every row; 1 if absent.
 template <class Loop, class Position, class A>
 JAXOPS_INLINE auto Scales(const Loop& loop, const Position& position, const A* scale) {
   typename Loop::Value scales;
@@ -70,8 +70,8 @@ Error MapLogits(const char* handler, Device& pool, const LogitsCall& call, const
   });
 }
 
-// Calls body(loop, position, z or y, visible, dy, dz) for every row or bundle of a backward call, and makes
-// dx = dz scale of dz. logits: whether the first operand is x, to be made z, which may then be dz.
+// Calls body(loop, position, z or y, visible, dy, dz) for every row or bundle of a backward call, then computes
+// dx = dz scale. logits: the first operand is x and becomes z, which may share memory with dz.
 template <class Body>
 Error MapGradient(const char* handler, Device& pool, const LogitsCall& call, bool logits, const Body& body) {
   using Call = LogitsCall;

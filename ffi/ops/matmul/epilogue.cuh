@@ -1,4 +1,4 @@
-// What happens to a sum of products before it is stored: scale, bias, activation, rounding.
+// The epilogue of a product: scale, bias, activation and rounding of its sums.
 #ifndef JAXOPS_OPS_MATMUL_EPILOGUE_CUH_
 #define JAXOPS_OPS_MATMUL_EPILOGUE_CUH_
 
@@ -11,9 +11,9 @@
 
 namespace jaxops::matmul {
 
-// How exactly activations are computed: to a few units in the last place of an f32, or, for results of 16 bits and of
-// TF32's products, with relative errors of about 2^-22 max(1, |log2 of the result|) and no results below 2^-126. See
-// Divide for where both give 0.
+// Accuracy of activations. Exact: a few units in the last place of an f32. Fast, for 16-bit results and TF32 products:
+// relative errors of about 2^-22 max(1, |log2 of the result|), and no results below 2^-126. Divide says where both
+// give 0.
 enum class Accuracy { kFull, kNarrow };
 template <class U>
 inline constexpr Accuracy kAccuracyFor = sizeof(U) == 2 ? Accuracy::kNarrow : Accuracy::kFull;
@@ -24,8 +24,8 @@ __device__ inline float NarrowExp2(float x) {
   return power;
 }
 inline constexpr float kLog2E = 1.4426950408889634f;
-// Within 2 units in the last place of e^x, in a third of expf's instructions: 2^t of the rounded product t = x log2(e),
-// times what the rounding left out.
+// e^x within 2 units in the last place, with a third of expf's instructions: 2^t for the rounded product t = x log2(e),
+// times a correction for the rounding.
 template <Accuracy kAccuracy = Accuracy::kFull>
 __device__ float Exp(float x) {
   constexpr float kLow = 1.9259629911266175e-8f, kLn2 = 0.6931471805599453f;
@@ -34,7 +34,7 @@ __device__ float Exp(float x) {
   const float rest = fmaf(x, kLow, fmaf(x, kLog2E, -t)), power = exp2f(t);
   return isinf(power) || power == 0 ? power : fmaf(power, rest * kLn2, power);
 }
-// Within 2 units in the last place of a / b for 1 <= b <= 2^126; 0 for larger b: silu(-88) is 0 instead of -5e-37.
+// a / b within 2 units in the last place for 1 <= b <= 2^126; 0 for larger b, so silu(-88) is 0, not -5e-37.
 template <Accuracy kAccuracy = Accuracy::kFull>
 __device__ float Divide(float a, float b) {
   if constexpr (kAccuracy == Accuracy::kNarrow) {
@@ -56,13 +56,13 @@ __device__ float Erfc(float x) {
                                   0.37409196f, 1.00002368f, -1.26551223f})
     sum = fmaf(sum, t, coefficient);
   const float y = t * Exp<kAccuracy>(fmaf(-x, x, sum));
-  return x < 0 ? 2 - y : y;  // no number for no number
+  return x < 0 ? 2 - y : y;  // NaN for NaN
 }
 
 // gelu: -2 u = z (kGeluLinear + kGeluCubic z^2), u = sqrt(2 / pi) (z + 0.044715 z^3).
 inline constexpr float kGeluLinear = -1.5957691216057308f, kGeluCubic = 0.044715f * kGeluLinear;
 
-// One switch for all values: within it they stay in registers.
+// One switch for all values, so that they stay in registers.
 template <Accuracy kAccuracy = Accuracy::kFull, int kCount>
 __device__ void Activate(Activation activation, float (&z)[kCount]) {
   const auto each = [&](const auto& function) {
@@ -129,7 +129,7 @@ __device__ void Differentiate(Activation activation, const float (&z)[kCount], f
   }
 }
 
-// Stores kCount adjacent elements of row `row`, the first in column `column`; those outside the result are left out.
+// Stores kCount adjacent elements of row `row` from column `column` on; skips elements outside the result.
 template <class U, int kCount>
 __device__ void StoreRow(const Problem& p, int64_t batch, const Offsets& offsets, int64_t row, int64_t column,
                          const float (&sums)[kCount]) {
@@ -146,7 +146,7 @@ __device__ void StoreRow(const Problem& p, int64_t batch, const Offsets& offsets
   const int64_t offset = (batch * p.m + row) * p.n + column;
   const auto store = [&](void* target, const Pack<U, kCount>& values) {
     U* const to = static_cast<U*>(target) + offset;
-    if (p.n % kCount == 0) {  // then every row starts at a pack's alignment
+    if (p.n % kCount == 0) {  // then every row is aligned to a pack
       StoreVector(reinterpret_cast<Pack<U, kCount>*>(to), values);
     } else {
 #pragma unroll
@@ -159,8 +159,7 @@ __device__ void StoreRow(const Problem& p, int64_t batch, const Offsets& offsets
   store(p.out, ToPack<U, kCount>([&](int i) { return z[i]; }));
 }
 
-// The tile of block `block`: tiles are visited in bands of 8 tile rows, so that blocks that run together share
-// operands.
+// The tile of block `block`. Tiles are visited in bands of 8 tile rows, so that concurrent blocks share operands.
 struct Tile {
   int64_t row, column, batch;
 };

@@ -1,5 +1,5 @@
-// The epilogue of a matmul backward: dz = f'(z) dy, and dbias, its sum over rows in a fixed order, in one pass over the
-// tensors.
+// The backward pass of a matmul's epilogue: dz = f'(z) dy, and dbias, the sum of dz over rows in a fixed order, in one
+// pass over the tensors.
 #include <optional>
 
 #include "core/vector_store.cuh"
@@ -14,7 +14,7 @@ using matmul::Activation;
 constexpr const char* kHandler = "epilogue_bwd";
 
 struct EpilogueArguments {
-  int64_t rows, columns, chunks;  // of a group; chunks: parts of its rows, each summed by blocks of its own
+  int64_t rows, columns, chunks;  // of a group; chunks: parts of its rows, each summed by its own blocks
   const void *z, *dy;             // z: null if there is no activation
   void* dz;                       // or null
   float* sums;                    // [groups, chunks, columns], or null

@@ -1,4 +1,4 @@
-// bf16 and f16 matmul on the tensor cores of every GPU since sm_80: mma.sync, f32 sums, operands through a ring of
+// bf16 and f16 matmul on the tensor cores of every GPU since sm_80: mma.sync, f32 sums, and operands in a ring of
 // shared-memory stages filled by cp.async. Any shape and layout; rows that are not 16-byte aligned are loaded by
 // element.
 #ifndef JAXOPS_OPS_MATMUL_MMA_CUH_
@@ -17,7 +17,7 @@ struct MmaTile {
   static constexpr int kThreads = 256, kRows = 128, kColumns = 128, kDepth = 32, kStages = 4;
   static constexpr int kOperandBytes = kRows * kDepth * 2;
   static constexpr int kStageBytes = 2 * kOperandBytes;
-  static constexpr int kOutPitch = kColumns + 4;  // floats; the finished tile passes through the stages' memory
+  static constexpr int kOutPitch = kColumns + 4;  // floats; the finished tile reuses the stages' memory
   static constexpr int kSharedBytes =
       kStages * kStageBytes > kRows * kOutPitch * 4 ? kStages * kStageBytes : kRows * kOutPitch * 4;
 };
@@ -127,12 +127,12 @@ __global__ void __launch_bounds__(MmaTile::kThreads, 2) MmaMatmul(const Problem 
       lhs.Load(stage, step * Shape::kDepth);
       rhs.Load(stage + Shape::kOperandBytes, step * Shape::kDepth);
     }
-    CommitCopies();  // an empty group keeps the count of pending groups the same to the end
+    CommitCopies();  // an empty group, so that the number of pending groups stays the same
   };
   for (int step = 0; step < Shape::kStages - 1; ++step) load(step);
   for (int64_t step = 0; step < steps; ++step) {
     WaitCopies<Shape::kStages - 2>();
-    __syncthreads();  // the stage has arrived, and nobody reads the one that is filled next
+    __syncthreads();  // the stage has arrived, and no thread reads the stage that is filled next
     load(step + Shape::kStages - 1);
     const uint32_t stage = stages + step % Shape::kStages * Shape::kStageBytes;
 #pragma unroll
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(MmaTile::kThreads, 2) MmaMatmul(const Problem 
   WaitCopies<0>();
   __syncthreads();
 
-  // Through shared memory, so that global stores are whole 16- or 32-byte pieces of a row.
+  // Go through shared memory, so that global stores are whole 16- or 32-byte pieces of a row.
   float* const out = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -187,7 +187,7 @@ cudaError_t LaunchMmaAligned(cudaStream_t stream, const Problem& p) {
 
 template <class T, class U>
 cudaError_t LaunchMma(cudaStream_t stream, const Problem& p) {
-  // A multiple of 8 elements between rows also keeps every matrix of a batch aligned.
+  // If rows are a multiple of 8 elements apart, every matrix of a batch is aligned too.
   const bool chunks = p.lhs_stride() % 8 == 0 && p.rhs_stride() % 8 == 0 && IsAligned(p.lhs) && IsAligned(p.rhs);
   return chunks ? LaunchMmaAligned<T, U, true>(stream, p) : LaunchMmaAligned<T, U, false>(stream, p);
 }

@@ -1,4 +1,4 @@
-// A matmul, checked and reduced to what its kernels need: out[b] = activation(scale[b] lhs[b] @ rhs[b] + bias[b]).
+// A checked matmul, reduced to the parameters of its kernels: out[b] = activation(scale[b] lhs[b] @ rhs[b] + bias[b]).
 #ifndef JAXOPS_OPS_MATMUL_PROBLEM_H_
 #define JAXOPS_OPS_MATMUL_PROBLEM_H_
 
@@ -10,25 +10,26 @@
 
 namespace jaxops::matmul {
 
-// The order is part of the calling convention: that of ACTIVATIONS in jaxops/ops/_epilogue.py.
+// The order is part of the calling convention; ACTIVATIONS in jaxops/ops/_epilogue.py has the same order.
 enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluExact, kSilu, kCount };
 
-// What lies above the diagonal (columns beyond the row): of the result, it need not be written; of lhs as it lies in
-// memory, it is 0. The order is part of the calling convention.
+// The triangle above the diagonal (columns beyond the row). kResult: it need not be written. kLhs: lhs as stored is 0
+// there. The order is part of the calling convention.
 enum class Triangle : int32_t { kNone, kResult, kLhs, kCount };
 
-// Batch axes over which all operands move alike are merged; 8 remain free, more than nested vmaps produce. Products of
-// more are left to XLA (jaxops/_limits.py).
+// Batch axes along which all operands step evenly are merged. Up to 8 may remain, which is more than nested vmaps
+// produce; products with more run on XLA (jaxops/_limits.py).
 inline constexpr int kMaxBatchAxes = 8;
 
-// The most blocks of kernels that mostly return at once, because a flag on the device says so: fewer return sooner.
+// The most blocks of a kernel that usually returns at once, because of a flag on the device: fewer blocks return
+// sooner.
 inline constexpr int64_t kFewBlocks = 512;
 
 struct Offsets {
   int64_t lhs, rhs, scale, bias;
 };
 
-// Maps a batch index, row-major over the result's batch axes, to the operands' offsets; stride 0 where one broadcasts.
+// Maps a batch index, row-major over the result's batch axes, to offsets of operands; a broadcast axis has stride 0.
 struct Batch {
   int axes = 0;
   int64_t sizes[kMaxBatchAxes];
@@ -53,19 +54,19 @@ struct Problem {
   // lhs is [m, k], or [k, m] if transposed; rhs is [k, n], or [n, k] if transposed.
   bool lhs_transposed, rhs_transposed;
   Batch batch;
-  const void *lhs, *rhs, *scale, *bias;         // scale, bias: null if there is none
-  int64_t bias_row_stride, bias_column_stride;  // 0 where the bias broadcasts
+  const void *lhs, *rhs, *scale, *bias;         // scale, bias: null if absent
+  int64_t bias_row_stride, bias_column_stride;  // 0 along an axis where the bias broadcasts
   void *out, *preactivation;                    // preactivation: null unless the backward pass will need it
   Activation activation;
   Triangle triangle;
-  const int32_t* only_if = nullptr;  // the general kernels do nothing if this is not null and 0 on the device
+  const int32_t* only_if = nullptr;  // if not null and 0 on the device, the general kernels do nothing
 
   int64_t lhs_stride() const { return lhs_transposed ? m : k; }
   int64_t rhs_stride() const { return rhs_transposed ? k : n; }
 };
 
-// Every operand has the result's rank; its batch axes have the result's size or 1. The bias may have size 1 anywhere;
-// the scale has along all other axes.
+// Every operand has the result's rank, and its batch axes have the result's size or 1. The bias may have size 1 along
+// any axis; the scale has size 1 along m and n.
 inline Error ParseProblem(const char* handler, const AnyBuffer& lhs, const AnyBuffer& rhs, const AnyBuffer* scale,
                           const AnyBuffer* bias, const AnyBuffer& out, const AnyBuffer* preactivation,
                           bool lhs_transposed, bool rhs_transposed, int32_t activation, int32_t triangle,

@@ -1,9 +1,9 @@
-// f32 matmul on the ordinary arithmetic units: what the tensor cores' kernel cannot take, as infinities or NaN in full
+// f32 matmul without tensor cores, for products that the tensor cores' kernel cannot compute: infinities or NaN in full
 // precision, and operands that are not aligned to 16 bytes.
 //
-// 256 threads compute a tile of 128 x 128. Each thread has four kQuad x kQuad squares half a tile apart, so
-// that the warp's reads of shared memory are whole vectors without bank conflicts. Two tiles of operands: while one is
-// used, the next is on its way from global memory, through registers.
+// 256 threads compute a tile of 128 x 128. Each thread has four kQuad x kQuad squares half a tile apart, so that a warp
+// reads whole vectors of shared memory without bank conflicts. Operand tiles are double-buffered: while one is used,
+// the next comes from global memory through registers.
 #ifndef JAXOPS_OPS_MATMUL_SIMT_CUH_
 #define JAXOPS_OPS_MATMUL_SIMT_CUH_
 

@@ -1,10 +1,10 @@
 // The operands of layer_norm (centred) and rms_norm (not centred), checked; shared by the CPU and the CUDA handlers.
 //   forward:  x, [residual], [scale], [bias], [where]          -> y, [sum], [mean], rstd, [parts]
 //   backward: x, [scale], [where], [mean], rstd, dy, [dsum]    -> dx, [workspace, [dscale], [dbias]], [parts]
-// mean is there for layer_norm only. With a residual, x + residual is normalised and is the result `sum`; the backward
-// pass takes that sum as x, and adds its cotangent dsum to dx. where says which positions count in the statistics.
-// scale and bias, their gradients, mean and rstd have the accumulator's dtype. parts is a workspace, with which a GPU
-// may split the rows of a call without where; see CheckParts.
+// Only layer_norm has mean. With a residual, x + residual is normalised and is the result `sum`; the backward pass
+// takes this sum as x and adds its cotangent dsum to dx. Only positions where `where` is true count in the statistics.
+// scale, bias, their gradients, mean and rstd have the accumulator's dtype. parts is a workspace that lets a GPU split
+// rows if there is no `where`; see CheckParts.
 #ifndef JAXOPS_OPS_NORM_NORM_H_
 #define JAXOPS_OPS_NORM_NORM_H_
 
@@ -25,13 +25,13 @@ struct NormCall {
   std::optional<AnyBuffer> y, sum, mean, rstd;  // results of the forward pass; mean and rstd: operands of the backward
   std::optional<AnyBuffer> dy, dsum, dx;
   std::optional<AnyBuffer> parts;
-  SummedResults sums;  // dscale and dbias: those that are there, in this order
+  SummedResults sums;  // dscale and dbias if present, in this order
 };
 
 struct NormAttributes {
   ffi::Span<const int64_t> axes;
   bool has_residual = false, has_scale = false, has_bias = false, has_where = false, has_parts = false;
-  bool has_dsum = false, has_dscale = false, has_dbias = false;  // of the backward pass
+  bool has_dsum = false, has_dscale = false, has_dbias = false;  // backward pass
 };
 
 inline Error ParseNorm(const char* handler, bool backward, bool centred, const NormAttributes& has,
@@ -43,7 +43,7 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
   Parser parser(handler);
   BufferReader arg(handler, args);
   BufferReader result(handler, results);
-  // The next operand or result, of dtype `type`: a full one, or one with a layout of its own, which `place` checks.
+  // The next operand or result, of dtype `type`: a full one, or one with its own layout, which `place` checks.
   const auto take_full = [&](auto& source, const char* name, bool present, DataType type, auto* out) {
     if (!present) return Error::Success();
     JAXOPS_RETURN_IF_ERROR(source.Take(out));

@@ -14,7 +14,7 @@ JAXOPS_INLINE void AddResidual(const Loop& loop, DataType type, const A* x, cons
   });
 }
 
-// mean(x) and 1 / sqrt(var(x) + epsilon), the variance from the deviations: exact also where mean(x)^2 >> var(x).
+// mean(x) and 1 / sqrt(var(x) + epsilon). The variance comes from deviations: exact even if mean(x)^2 >> var(x).
 // Without centring, mean is 0 and the "variance" is the mean square. where: 1 at the positions that count, else 0.
 template <class Loop, class A, class Value>
 JAXOPS_INLINE void ForwardRow(const Loop& loop, bool centred, const A* x, const A* scale, const A* bias, const A* where,
