@@ -13,11 +13,12 @@
   X(layer_norm_bwd)           \
   X(rms_norm_fwd)             \
   X(rms_norm_bwd)
+#define JAXOPS_LOSS_TARGETS(X) X(cross_entropy_fwd) X(cross_entropy_bwd) X(cross_entropy_fwd_bwd)
 
 #ifdef JAXOPS_CUDA
 #define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X) X(matmul) X(epilogue_bwd) X(attention_fwd) X(attention_bwd)
 #else  // The CPU half of matmul, its epilogue and attention is XLA's own.
-#define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X)
+#define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X) JAXOPS_LOSS_TARGETS(X)
 #endif
 
 #endif  // JAXOPS_TARGETS_H_

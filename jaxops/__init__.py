@@ -7,8 +7,10 @@ from jaxops._patch import patch_jax_nn
 from jaxops._version import __version__
 from jaxops._warnings import FallbackWarning
 from jaxops.ops.attention import dot_product_attention
+from jaxops.ops.cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
+from jaxops.ops.logsumexp import logsumexp
 from jaxops.ops.matmul import dot_general, matmul
 from jaxops.ops.rms_norm import rms_norm
 from jaxops.ops.softmax import softmax
@@ -31,8 +33,10 @@ __all__ = [
     "fuse",
     "layer_norm",
     "log_softmax",
+    "logsumexp",
     "matmul",
     "patch_jax_nn",
     "rms_norm",
     "softmax",
+    "softmax_cross_entropy_with_integer_labels",
 ]

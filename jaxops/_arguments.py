@@ -109,6 +109,11 @@ def joint_dtype(op: str, **arrays: jax.Array | None) -> np.dtype:
 
 def axes(op: str, axis: Any, ndim: int) -> tuple[int, ...]:
     """The axes as ascending, non-negative integers; None means all."""
+    return tuple(sorted(ordered_axes(op, axis, ndim)))
+
+
+def ordered_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...]:
+    """The axes as non-negative integers in the order in which they are given; None means all."""
     if axis is None:
         return tuple(range(ndim))
     given = tuple(axis) if isinstance(axis, tuple | list) or np.ndim(axis) == 1 else (axis,)
@@ -119,7 +124,7 @@ def axes(op: str, axis: Any, ndim: int) -> tuple[int, ...]:
     for a in wanted:
         if not -ndim <= a < ndim:
             raise ValueError(f"{op}: axis {a} is out of bounds for an array of {ndim} dimensions")
-    found = sorted(a % ndim for a in wanted)
+    found = [a % ndim for a in wanted]
     if len(set(found)) != len(found):
         raise ValueError(f"{op}: axis must not name an axis twice, got {axis!r}")
     return tuple(found)
@@ -162,3 +167,13 @@ def static_float(op: str, name: str, value: Any) -> float:
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"{op}: {name} must be finite and at least 0, got {number}")
     return number
+
+
+def static_int(op: str, name: str, value: Any) -> int:
+    """An integer known at trace time."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{op}: {name} must be a Python int, got {value!r:.100}") from error

@@ -112,8 +112,14 @@ class Kernel:
         its plain JAX, which calls other kernels.
     """
 
+    #: Of one without a target: whether `local` says what each device does, as for the others; else the compiler does.
+    split_by_local = False
+    #: The handler without which a platform runs plain JAX; by default, that of the kernel's name.
+    handler = ""
+
     def __init__(self, name: str, *, plain_on: Sequence[str] = (), target: bool = True):
         self.name = name
+        self.handler = self.handler or name
         self.plain_on = frozenset(plain_on)
         self.primitive = primitive = Primitive(f"jaxops_{name}")
         primitive.multiple_results = True
@@ -125,17 +131,19 @@ class Kernel:
         requires_devices(primitive)
         if not target:
             COMPOSITES[name] = self
-            mlir.register_lowering(primitive, lowering_of(self.composed))
-            return
+            if not self.split_by_local:
+                mlir.register_lowering(primitive, lowering_of(self.composed))
+                return
         for platform in PLATFORMS:
             mlir.register_lowering(primitive, lowering_of(functools.partial(self._lower, platform)), platform=platform)
         mlir.register_lowering(primitive, lowering_of(functools.partial(self._lower, "this platform")))
-        KERNELS[name] = self
+        if target:
+            KERNELS[name] = self
 
     def _lower(self, platform: str, *operands, **params):
         if any(operand.size == 0 for operand in operands):
             return self.composed(*operands, **params)
-        why = why_no_handler(self.name, platform)
+        why = why_no_handler(self.handler, platform)
         here = why is None
         if not here and platform not in self.plain_on:
             warn_fallback(f"{self.name} on {platform}", why)
@@ -152,13 +160,13 @@ class Kernel:
         types = self.typed(*map(jax.typeof, operands), **params)
         return on_auto_axes(functools.partial(self.plain, **params), types)(*operands)
 
-    def ffi_call(self, results: Sequence[ShapedArray], *operands, **attributes) -> list[jax.Array]:
-        """Calls the FFI target."""
+    def ffi_call(self, results: Sequence[ShapedArray], *operands, aliases=None, **attributes) -> list[jax.Array]:
+        """Calls the FFI target itself; aliases: the results that take an operand's place, by the operand's number."""
         like = jax.typeof(operands[0])
         if not like.sharding.mesh.empty:
             whole = NamedSharding(like.sharding.mesh, PartitionSpec())
             results = [r.update(sharding=whole, manual_axis_type=like.manual_axis_type) for r in results]
-        return jax.ffi.ffi_call(target_name(self.name), results)(*operands, **attributes)
+        return jax.ffi.ffi_call(target_name(self.name), results, input_output_aliases=aliases)(*operands, **attributes)
 
     def bind(self, *operands, **params) -> list[jax.Array]:
         if why := next(filter(None, map(only_for_xla, operands)), None):

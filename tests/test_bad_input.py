@@ -146,8 +146,64 @@ def dot_product_attention_cases():
         yield Case(list(bad)[-1], error, f"dot_product_attention: .*{match}", functools.partial(call, **bad))
 
 
+LOSS_OPTIONS = {
+    "label_smoothing": (ValueError, r"label_smoothing must be (in \[0, 1\]|finite and at least 0), got", 1.5, -0.1),
+    "z_loss": (TypeError, "must be a Python number, got", "x", None),
+    "logits_soft_cap": (ValueError, "must be (above 0|finite and at least 0)", 0.0, -1.0),
+    "ignore_index": (TypeError, "must be a Python int, got", 1.5, "pad", True),
+    "return_logsumexp": FLAG,
+}
+
+
+def loss_calls():
+    def call(**arguments):
+        return jaxops.softmax_cross_entropy_with_integer_labels(**{"logits": X, "labels": np.zeros(3, int)} | arguments)
+
+    yield from wrong(
+        call,
+        logits=(
+            TypeError,
+            "logits must be (an array|of a floating dtype)",
+            [[1.0]],
+            None,
+            np.ones((3, 4), int),
+            X + 1j,
+        ),
+        labels=(TypeError, "labels must be (an array|integers)", [0, 1, 2], None, np.zeros(3), np.zeros(3, bool)),
+        axis=(ValueError, "axis (2 is out of bounds|must name at least one axis|must not name)", 2, (), (0, 0)),
+        where=(ValueError, "where.*(boolean|does not fit|must have the shape)", X, np.ones((3, 5), bool), X[0, 0] > 0),
+        **LOSS_OPTIONS,
+    )
+    yield from wrong(
+        call,
+        labels=(
+            ValueError,
+            r"labels (must have the shape of logits|must be in \[-4, 4\), got|\(2, 1\))",
+            np.zeros((3, 1), int),
+            np.array([0, 4, 1]),
+            np.array([0, -5, 1]),
+            np.zeros(2, int),
+        ),
+    )
+
+
 CASES = {
     "jaxops.dot_product_attention": list(dot_product_attention_cases()),
+    "jaxops.softmax_cross_entropy_with_integer_labels": list(loss_calls()),
+    "jaxops.logsumexp": [
+        *wrong(
+            jaxops.logsumexp,
+            a=(TypeError, "a must be an array|a has dtype bool", [1.0], None, "a", X > 0),
+        ),
+        *wrong(
+            lambda **options: jaxops.logsumexp(X, **options),
+            axis=(ValueError, "axis", 2, -3, (1, -1)),
+            b=(TypeError, "b must be an array|b has dtype bool", [1.0], "b", X > 0),
+            keepdims=FLAG,
+            return_sign=FLAG,
+            where=(ValueError, r"boolean|do not broadcast: a \(3, 4\), where \(3, 5\)", X, jnp.ones((3, 5), bool)),
+        ),
+    ],
     "jaxops.disabled_checks": [],
     "jaxops.explain": [
         *wrong(lambda function: jaxops.explain(function, X), function=(TypeError, "must be callable, got int", 3)),
