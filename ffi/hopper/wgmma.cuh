@@ -89,6 +89,7 @@ __device__ void Settle(T (&registers)[kRows][kColumns]) {
 #define JAXOPS_N5 JAXOPS_N4 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define JAXOPS_N6 JAXOPS_N5 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define JAXOPS_N7 JAXOPS_N6 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define JAXOPS_N48 JAXOPS_N0 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define JAXOPS_N80 JAXOPS_N1 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define JAXOPS_N176 JAXOPS_N4 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define JAXOPS_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -121,6 +122,7 @@ __device__ void Settle(T (&registers)[kRows][kColumns]) {
 // Widths of products of 16 bits alone.
 #define JAXOPS_WGMMA_16BIT_WIDTHS(type)                                                                              \
   if constexpr (kN == 32) JAXOPS_WGMMA_16BIT(32, type, JAXOPS_N0, "%16", "%17", "%18", "%19", "%20", JAXOPS_D16(0)); \
+  if constexpr (kN == 48) JAXOPS_WGMMA_16BIT(48, type, JAXOPS_N48, "%24", "%25", "%26", "%27", "%28", JAXOPS_D16(0), JAXOPS_D8(16)); \
   if constexpr (kN == 80) JAXOPS_WGMMA_16BIT(80, type, JAXOPS_N80, "%40", "%41", "%42", "%43", "%44", JAXOPS_D32(0), JAXOPS_D8(32)); \
   if constexpr (kN == 96) JAXOPS_WGMMA_16BIT(96, type, JAXOPS_N2, "%48", "%49", "%50", "%51", "%52", JAXOPS_D32(0), JAXOPS_D16(32)); \
   if constexpr (kN == 176) JAXOPS_WGMMA_16BIT(176, type, JAXOPS_N176, "%88", "%89", "%90", "%91", "%92", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D16(64), JAXOPS_D8(80))
@@ -137,7 +139,7 @@ template <class A, class B, int kN, Major kLhs, Major kRhs>
 __device__ void MultiplyAdd(float (&d)[kN / 2], uint64_t lhs, uint64_t rhs, int accumulate) {
   constexpr bool kTwoBytes = sizeof(A) == 2;
   static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256 ||
-                (kTwoBytes && (kN == 32 || kN == 80 || kN == 96 || kN == 176)));
+                (kTwoBytes && (kN == 32 || kN == 48 || kN == 80 || kN == 96 || kN == 176)));
   if constexpr (std::is_same_v<A, __nv_bfloat16> && std::is_same_v<B, A>) {
     JAXOPS_WGMMA_WIDTHS(JAXOPS_WGMMA_16BIT, "bf16");
     JAXOPS_WGMMA_16BIT_WIDTHS("bf16");
@@ -193,6 +195,7 @@ __device__ void MultiplyAddFromRegisters(float (&d)[kN / 2], const uint32_t* lhs
 #undef JAXOPS_N5
 #undef JAXOPS_N6
 #undef JAXOPS_N7
+#undef JAXOPS_N48
 #undef JAXOPS_N80
 #undef JAXOPS_N176
 #undef JAXOPS_D8

@@ -1,4 +1,6 @@
 #include "ops/attention/backward.cuh"
+#include "ops/attention/backward_wide.cuh"
+#include "ops/attention/dbias.cuh"
 #include "ops/attention/launch.cuh"
 #include "ops/attention/segments.cuh"
 
@@ -20,6 +22,7 @@ struct BackwardOptions : attention::Options {
 
 struct Gradients {
   void *dq, *dk, *dv;
+  float* dbias;  // null unless it is wanted
 };
 
 // Where segments' plans are written; null without segments.
@@ -27,6 +30,28 @@ struct SegmentSpace {
   int32_t* ranges;
   attention::Span *queries, *keys, *halves;
 };
+
+template <class T>
+Error LaunchPreparation(Device stream, const PreparationArguments& known) {
+  const Problem& p = known.problem;
+  const int64_t lines = int64_t{p.batches} * p.heads * known.sums.blocks * known.sums.block_size;
+  const Grid grid = {.blocks = CeilDiv(lines * attention::kPreparationLanes, attention::kPreparationThreads),
+                     .threads = attention::kPreparationThreads};
+  return FromCuda(kHandler, Launch(stream, attention::PrepareBackward<T>, grid, known));
+}
+
+// A plan for each direction, and the halves of blocks of keys.
+Error PlanSegments(Device stream, const Problem& p, const SegmentSpace& segments, int keys, int step_keys,
+                   int queries) {
+  if (!p.query_segments) return Error::Success();
+  for (const cudaError_t status :
+       {attention::LaunchSegmentRanges(stream, p, segments.ranges),
+        attention::LaunchSegmentPlan(stream, p, segments.ranges, true, queries, step_keys, segments.queries),
+        attention::LaunchSegmentPlan(stream, p, segments.ranges, false, keys, queries, segments.keys),
+        attention::LaunchSegmentPlan(stream, p, segments.ranges, false, 64, queries, segments.halves)})
+    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
+  return Error::Success();
+}
 
 template <class Tile>
 Error LaunchBackward(Device stream, const PreparationArguments& known, const SegmentSpace& segments,
@@ -36,6 +61,8 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Seg
   BackwardArguments arguments = {};
   arguments.problem = p;
   arguments.sums = known.sums;
+  arguments.segments = segments.keys;
+  arguments.halves = segments.halves;
   for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, Tile::kQueries, &arguments.q),
                                    attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
@@ -43,53 +70,97 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Seg
                                    attention::DescribeKeys<T>(p, gradients.dk, Tile::kKeys, &arguments.dk),
                                    attention::DescribeKeys<T>(p, gradients.dv, Tile::kKeys, &arguments.dv)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
-  const int64_t heads = int64_t{p.batches} * p.heads, key_heads = int64_t{p.batches} * p.key_heads;
-  const int64_t tiles = key_heads * CeilDiv(p.keys, Tile::kKeys), query_blocks = heads * known.sums.blocks;
-  const int64_t lines = heads * known.sums.padded;
+  const int64_t key_heads = int64_t{p.batches} * p.key_heads, tiles = key_heads * CeilDiv(p.keys, Tile::kKeys);
+  const int64_t query_blocks = int64_t{p.batches} * p.heads * known.sums.blocks;
   if (tiles > attention::kLongest || query_blocks > attention::kLongest) return Invalid(kHandler, "too many tokens");
   // Q, dO and the sums of dQ of a head; measured on an H200.
   const double bytes = 8.0 * p.queries * p.depth * p.group();
   arguments.together = attention::HeadsTogether(key_heads, bytes, 46e6, 4, p.depth <= 64 ? 32 : 12);
-  const Grid lines_grid = {.blocks = CeilDiv(lines * attention::kPreparationLanes, attention::kPreparationThreads),
-                           .threads = attention::kPreparationThreads};
-  JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, Launch(stream, attention::PrepareBackward<T>, lines_grid, known)));
-  if (p.query_segments) {
-    arguments.segments = segments.keys;
-    arguments.halves = segments.halves;
-    for (const cudaError_t status :
-         {attention::LaunchSegmentRanges(stream, p, segments.ranges),
-          attention::LaunchSegmentPlan(stream, p, segments.ranges, true, Tile::kQueries, Tile::kKeys, segments.queries),
-          attention::LaunchSegmentPlan(stream, p, segments.ranges, false, Tile::kKeys, Tile::kQueries, segments.keys),
-          attention::LaunchSegmentPlan(stream, p, segments.ranges, false, 64, Tile::kQueries, segments.halves)})
-      JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
-  }
+  JAXOPS_RETURN_IF_ERROR(PlanSegments(stream, p, segments, Tile::kKeys, Tile::kKeys, Tile::kQueries));
   const Grid grid = {.blocks = std::min<int64_t>(tiles, attention::Multiprocessors()),
                      .threads = Tile::kThreads,
                      .shared_bytes = Tile::kSharedBytes};
   if (grid.blocks == 0) return Error::Internal("attention_bwd: no device");
   JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, Launch(stream, attention::AttentionBackward<Tile>, grid, arguments)));
   const Grid finish_grid = {.blocks = query_blocks, .threads = attention::kFinishThreads};
-  return FromCuda(kHandler, Launch(stream, attention::FinishQueries<T, Tile::kDepth, Tile::kGeneral>, finish_grid, p,
-                                   known.sums, static_cast<T*>(gradients.dq)));
+  return FromCuda(kHandler, Launch(stream, attention::FinishQueries<T, Tile::kDepth>, finish_grid, p, known.sums,
+                                   static_cast<T*>(gradients.dq)));
+}
+
+template <class Tile>
+Error LaunchWideBackward(Device stream, const PreparationArguments& known, const SegmentSpace& segments,
+                         const Gradients& gradients) {
+  using T = typename Tile::T;
+  const Problem& p = known.problem;
+  attention::WideArguments arguments = {};
+  arguments.problem = p;
+  arguments.statistics = known.sums.statistics;
+  arguments.query_blocks = known.sums.blocks;
+  arguments.key_blocks = static_cast<int>(CeilDiv(p.keys, Tile::kKeys));
+  arguments.key_segments = segments.keys;
+  arguments.query_segments = segments.queries;
+  for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, 64, &arguments.q),
+                                   attention::DescribeQueries<T>(p, known.dout, 64, &arguments.dout),
+                                   attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
+                                   attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
+                                   attention::DescribeKeys<T>(p, p.k, Tile::kStepKeys, &arguments.step_k),
+                                   attention::DescribeKeys<T>(p, p.v, Tile::kStepKeys, &arguments.step_v),
+                                   attention::DescribeQueries<T>(p, gradients.dq, 64, &arguments.dq),
+                                   attention::DescribeKeys<T>(p, gradients.dk, Tile::kKeys, &arguments.dk),
+                                   attention::DescribeKeys<T>(p, gradients.dv, Tile::kKeys, &arguments.dv)})
+    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
+  JAXOPS_RETURN_IF_ERROR(PlanSegments(stream, p, segments, Tile::kKeys, Tile::kStepKeys, Tile::kQueries));
+  const Grid keys = {.blocks = int64_t{p.batches} * p.key_heads * arguments.key_blocks,
+                     .threads = Tile::kThreads,
+                     .shared_bytes = Tile::kKeysShared};
+  JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, Launch(stream, attention::WideBackwardKeys<Tile>, keys, arguments)));
+  const Grid queries = {.blocks = int64_t{p.batches} * p.heads * CeilDiv(arguments.query_blocks, 2),
+                        .threads = Tile::kThreads,
+                        .shared_bytes = Tile::kQueriesShared};
+  return FromCuda(kHandler, Launch(stream, attention::WideBackwardQueries<Tile>, queries, arguments));
+}
+
+template <class T>
+Error LaunchBiasGradient(Device stream, const PreparationArguments& known, float* dbias) {
+  const Problem& p = known.problem;
+  attention::BiasArguments arguments = {};
+  for (const cudaError_t status :
+       {attention::DescribeQueries<T>(p, p.q, 64, &arguments.q),
+        attention::DescribeQueries<T>(p, known.dout, 64, &arguments.dout),
+        attention::DescribeKeys<T>(p, p.k, 64, &arguments.k), attention::DescribeKeys<T>(p, p.v, 64, &arguments.v)})
+    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
+  arguments.problem = p;
+  arguments.sums = known.sums;
+  arguments.dbias = dbias;
+  arguments.batches = p.bias.batch_stride ? p.batches : 1;
+  arguments.heads = p.bias.head_stride ? p.heads : 1;
+  arguments.row_blocks = p.bias.query_stride ? static_cast<int>(CeilDiv(p.queries, 64)) : 1;
+  const Grid grid = {
+      .blocks = int64_t{arguments.batches} * arguments.heads * arguments.row_blocks * CeilDiv(p.keys, 64),
+      .threads = attention::BiasTile::kThreads,
+      .shared_bytes = attention::BiasTile::kSharedBytes};
+  return FromCuda(kHandler, Launch(stream, attention::AttentionBiasGradient<T>, grid, arguments));
 }
 
 template <class T>
 Error BackwardOf(Device stream, const PreparationArguments& known, const SegmentSpace& segments,
                  const Gradients& gradients) {
   const Problem& p = known.problem;
-  if (p.is_general()) {
-    return p.depth <= 64 ? LaunchBackward<BackwardTile<T, 64, true>>(stream, known, segments, gradients)
-                         : LaunchBackward<BackwardTile<T, 128, true>>(stream, known, segments, gradients);
-  }
-  return p.depth <= 64 ? LaunchBackward<BackwardTile<T, 64, false>>(stream, known, segments, gradients)
-                       : LaunchBackward<BackwardTile<T, 128, false>>(stream, known, segments, gradients);
+  JAXOPS_RETURN_IF_ERROR(LaunchPreparation<T>(stream, known));
+  if (gradients.dbias) JAXOPS_RETURN_IF_ERROR(LaunchBiasGradient<T>(stream, known, gradients.dbias));
+  const auto launch = [&]<bool kGeneral> {
+    if (p.depth <= 64) return LaunchBackward<BackwardTile<T, 64, kGeneral>>(stream, known, segments, gradients);
+    if (p.depth <= 128) return LaunchBackward<BackwardTile<T, 128, kGeneral>>(stream, known, segments, gradients);
+    return LaunchWideBackward<attention::WideTile<T, kGeneral>>(stream, known, segments, gradients);
+  };
+  return p.is_general() ? launch.template operator()<true>() : launch.template operator()<false>();
 }
 
 // Parts of the workspace, each aligned to 16 bytes; jaxops/ops/_attention.py knows the size.
 Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums* sums, SegmentSpace* segments) {
   const int64_t heads = int64_t{p.batches} * p.heads;
-  sums->padded = static_cast<int>(CeilDiv(p.queries, 128) * 128);
-  sums->blocks = static_cast<int>(CeilDiv(p.queries, attention::QueriesAtOnce(p.depth <= 64 ? 64 : 128)));
+  sums->block_size = attention::QueriesAtOnce(p.depth <= 64 ? 64 : 128);
+  sums->blocks = static_cast<int>(CeilDiv(p.queries, sums->block_size));
   sums->descending = p.right < attention::kLongest;
   int64_t words = 0;
   const auto take = [&](int64_t count) {
@@ -97,9 +168,9 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
     words += CeilDiv(count, 4) * 4;
     return part;
   };
-  sums->dq = reinterpret_cast<float*>(take(heads * sums->blocks * 2 * attention::kPartFloats));
-  sums->lse = reinterpret_cast<float*>(take(heads * sums->padded));
-  sums->delta = reinterpret_cast<float*>(take(heads * sums->padded));
+  const bool wide = p.depth > 128;  // nothing is summed in memory then
+  if (!wide) sums->dq = reinterpret_cast<float*>(take(heads * sums->blocks * 2 * attention::kPartFloats));
+  sums->statistics = reinterpret_cast<float*>(take(heads * sums->blocks * sums->block_size * 2));
   sums->turns = take(heads * sums->blocks * 2);
   sums->tickets = take(1);
   if (p.query_segments) {
@@ -108,22 +179,28 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
     };
     segments->ranges = take(attention::RangeWords(p));
     segments->queries = take_spans(sums->blocks);
-    segments->keys = take_spans(CeilDiv(p.keys, 128));
+    segments->keys = take_spans(CeilDiv(p.keys, wide ? 64 : 128));
     segments->halves = take_spans(CeilDiv(p.keys, 64));
     sums->segments = segments->queries;
   }
   return attention::CheckWorkspace(kHandler, workspace, words);
 }
 
-// q, k, v, out, lse, dout, [dlse], and the options' operands -> dq, dk, dv
+// q, k, v, out, lse, dout, [dlse], and the options' operands -> dq, dk, dv, [dbias]
 Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer out, AnyBuffer lse,
                         AnyBuffer dout, ffi::RemainingArgs rest, BufferResult dq, BufferResult dk, BufferResult dv,
-                        BufferResult workspace, BackwardOptions options) {
-  for (const AnyBuffer& buffer : {q, k, v, out, lse, dout, *dq, *dk, *dv, *workspace})
+                        ffi::RemainingRets more, BackwardOptions options) {
+  for (const AnyBuffer& buffer : {q, k, v, out, lse, dout, *dq, *dk, *dv})
     JAXOPS_RETURN_IF_ERROR(CheckBuffer(kHandler, buffer));
   BufferReader<ffi::RemainingArgs> operands(kHandler, rest);
   std::optional<AnyBuffer> dlse;
   if (options.has_dlse) JAXOPS_RETURN_IF_ERROR(operands.Take(&dlse));
+  BufferReader<ffi::RemainingRets> results(kHandler, more);
+  std::optional<AnyBuffer> dbias, workspace;
+  if (options.wants_dbias) JAXOPS_RETURN_IF_ERROR(results.Take(&dbias));
+  JAXOPS_RETURN_IF_ERROR(results.Take(&workspace));
+  JAXOPS_RETURN_IF_ERROR(results.End());
+  if (options.wants_dbias && !options.has_bias) return Invalid(kHandler, "dbias is wanted, but there is no bias");
   PreparationArguments known = {};
   SegmentSpace segments = {};
   Problem& p = known.problem;
@@ -142,13 +219,18 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
     if (!IsAligned(buffer.untyped_data())) return Invalid(kHandler, "an operand or a result is not 16-byte aligned");
   if (CompiledCapability() != kHopper)
     return Error(ffi::ErrorCode::kUnimplemented, "attention_bwd: this GPU has no wgmma");
-  if (p.depth > 128) return Invalid(kHandler, "depths above 128");
+  if (dbias) {
+    JAXOPS_RETURN_IF_ERROR(attention::CheckShape(
+        kHandler, "dbias", *dbias, DataType::F32,
+        {p.bias.batch_stride ? batches : 1, p.bias.head_stride ? heads : 1, p.bias.query_stride ? queries : 1, keys}));
+  }
   JAXOPS_RETURN_IF_ERROR(DivideWorkspace(p, *workspace, &known.sums, &segments));
   known.out = out.untyped_data();
   known.dout = dout.untyped_data();
   known.lse = Data<float>(lse);
   known.dlse = dlse ? Data<float>(*dlse) : nullptr;
-  const Gradients gradients = {dq->untyped_data(), dk->untyped_data(), dv->untyped_data()};
+  const Gradients gradients = {dq->untyped_data(), dk->untyped_data(), dv->untyped_data(),
+                               dbias ? Data<float>(*dbias) : nullptr};
   return attention::VisitType(kHandler, type,
                               [&]<class T> { return BackwardOf<T>(stream, known, segments, gradients); });
 }
@@ -170,5 +252,5 @@ JAXOPS_HANDLER(attention_bwd, jaxops::AttentionBackward,
                    .Ret<jaxops::AnyBuffer>()
                    .Ret<jaxops::AnyBuffer>()
                    .Ret<jaxops::AnyBuffer>()
-                   .Ret<jaxops::AnyBuffer>()
+                   .RemainingRets()
                    .Attrs<jaxops::BackwardOptions>());

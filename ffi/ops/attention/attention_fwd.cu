@@ -1,3 +1,4 @@
+#include "ops/attention/decode.h"
 #include "ops/attention/forward.cuh"
 #include "ops/attention/launch.cuh"
 #include "ops/attention/segments.cuh"
@@ -62,7 +63,9 @@ Error ForwardOf(Device stream, const Problem& p, int32_t* workspace) {
                            : LaunchForward<ForwardTile<T, 64, 2, 128, 3, 2, false>>(stream, p, workspace);
 }
 
-// q, k, v, and those that there are of bias, mask, lengths, segments, sinks and query_offset -> out, lse
+// q, k, v, and those that there are of bias, mask, lengths, segments, sinks and query_offset -> out, lse. A workspace
+// with room for partial results asks for the kernel of few queries, which splits the keys as often as there is room
+// for.
 Error AttentionForward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, ffi::RemainingArgs rest, BufferResult out,
                        BufferResult lse, BufferResult workspace, Options options) {
   Problem problem;
@@ -70,6 +73,12 @@ Error AttentionForward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, ffi
   const int64_t spans = problem.batches * attention::CeilDiv(problem.queries, 64);
   const int64_t words = kCounterWords + (problem.query_segments ? attention::RangeWords(problem) + spans * 4 : 0);
   JAXOPS_RETURN_IF_ERROR(attention::CheckWorkspace(kHandler, *workspace, words));
+  const int64_t splits = (static_cast<int64_t>(workspace->element_count()) - words) / attention::DecodeWords(problem);
+  if (splits > 0) {
+    const int64_t most = attention::CeilDiv(problem.keys, 64);
+    return attention::LaunchDecode(kHandler, stream, problem, q.element_type(),
+                                   static_cast<int>(std::min(splits, most)), Data<float>(*workspace));
+  }
   return attention::VisitType(kHandler, q.element_type(),
                               [&]<class T> { return ForwardOf<T>(stream, problem, Data<int32_t>(*workspace)); });
 }

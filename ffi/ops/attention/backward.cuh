@@ -99,8 +99,8 @@ struct BackwardShared {
   __device__ uint32_t Part(int group, int buffer) const {
     return Scores(2) + (group * Tile::kStaging + buffer) * Tile::kPartBytes;
   }
-  __device__ uint32_t Lse(int stage) const { return Part(2, 0) + stage * Tile::kQueries * 4; }
-  __device__ uint32_t Delta(int stage) const { return Lse(Tile::kStages + stage); }
+  __device__ uint32_t Lse(int stage) const { return Part(2, 0) + stage * Tile::kQueries * 8; }
+  __device__ uint32_t Delta(int stage) const { return Lse(stage) + Tile::kQueries * 4; }
   __device__ Barrier KeysFull() const { return At(0); }  // and values
   __device__ Barrier KeysEmpty() const { return At(1); }
   __device__ Barrier QueriesFull(int stage) const { return At(2 + stage); }
@@ -132,7 +132,7 @@ struct BackwardShared {
       }
     for (int slot = 0; slot < 2; ++slot) {
       TileKnown(slot).Initialize(1);
-      TileRead(slot).Initialize(10);  // 8 warps that multiply, 2 that add
+      TileRead(slot).Initialize(11);  // 8 warps that multiply, 2 that add, the one that loads keys
     }
     hopper::FenceBarriers();
   }
@@ -150,7 +150,7 @@ struct BackwardShared {
   }
 
  private:
-  __device__ Barrier At(int index) const { return {Lse(2 * Tile::kStages) + 8 * index}; }
+  __device__ Barrier At(int index) const { return {Lse(Tile::kStages) + 8 * index}; }
 };
 
 // Blocks of keys in the order of their tickets.
@@ -207,127 +207,131 @@ struct KeyTiles {
   }
 };
 
+// Takes tickets, tells what they are for, and loads queries and their cotangents. Registers are few here, too.
 template <class Tile>
-__device__ void LoadBackward(const BackwardArguments& arguments, const BackwardShared<Tile>& shared) {
+__device__ void LoadQueries(const BackwardArguments& arguments, const BackwardShared<Tile>& shared) {
   constexpr int kQueries = Tile::kQueries, kDepth = Tile::kDepth;
   const Problem& p = arguments.problem;
-  const KeyTiles<Tile> tiles(arguments);
-  int stage = 0;
-  uint32_t parity = 1;
+  int steps = 0;  // so far
   for (int k = 0;; ++k) {
-    const int ticket = atomicAdd(arguments.sums.tickets, 1);
     const KnownTile tile = {shared.Slot(k & 1)};
-    shared.TileRead(k & 1).Wait(((k >> 1) & 1) ^ 1);
-    if (ticket >= tiles.total) {
-      tile.Set(kBatch, -1);
+    {
+      const KeyTiles<Tile> tiles(arguments);
+      const int ticket = atomicAdd(arguments.sums.tickets, 1);
+      shared.TileRead(k & 1).Wait(((k >> 1) & 1) ^ 1);
+      if (ticket >= tiles.total) {
+        tile.Set(kBatch, -1);
+        shared.TileKnown(k & 1).Arrive();
+        return;
+      }
+      const auto at = tiles.At(ticket);
+      const Band band(p, at.batch);
+      const Span span = tiles.Visited(band, at, at.key()), second = tiles.Visited(band, at, at.key() + 64);
+      tile.Set(kBatch, at.batch);
+      tile.Set(kKeyHead, at.head);
+      tile.Set(kFirstKey, at.key());
+      tile.Set(kFirstBlock, span.first);
+      tile.Set(kLastBlock, span.last);
+      tile.Set(kWholeFirst, span.whole_first);
+      tile.Set(kWholeLast, span.whole_last);
+      tile.Set(kWholeFirst + 1, second.whole_first);
+      tile.Set(kWholeLast + 1, second.whole_last);
+      tile.Set(kHalf, Tile::kSplitsDepth && (span.first + 1) * kQueries + band.right <= at.key() + 64);
+      tile.Set(kBandQueries, band.queries);
+      tile.Set(kBandKeys, band.keys);
+      tile.Set(kBandLeft, band.left);
+      tile.Set(kBandRight, band.right);
       shared.TileKnown(k & 1).Arrive();
-      return;
     }
-    const auto at = tiles.At(ticket);
-    const Band band(p, at.batch);
-    const Span span = tiles.Visited(band, at, at.key()), second = tiles.Visited(band, at, at.key() + 64);
-    tile.Set(kBatch, at.batch);
-    tile.Set(kKeyHead, at.head);
-    tile.Set(kFirstKey, at.key());
-    tile.Set(kFirstBlock, span.first);
-    tile.Set(kLastBlock, span.last);
-    tile.Set(kWholeFirst, span.whole_first);
-    tile.Set(kWholeLast, span.whole_last);
-    tile.Set(kWholeFirst + 1, second.whole_first);
-    tile.Set(kWholeLast + 1, second.whole_last);
-    tile.Set(kHalf, Tile::kSplitsDepth && (span.first + 1) * kQueries + band.right <= at.key() + 64);
-    tile.Set(kBandQueries, band.queries);
-    tile.Set(kBandKeys, band.keys);
-    tile.Set(kBandLeft, band.left);
-    tile.Set(kBandRight, band.right);
-    shared.TileKnown(k & 1).Arrive();
-    bool loaded = false;
-    const auto load_keys = [&] {
-      shared.KeysEmpty().Wait((k & 1) ^ 1);
-      shared.KeysFull().ArriveAndExpect(2 * Tile::kKeyBytes);
-      LoadTile<Tile::kKeys, kDepth>(shared.Keys(), arguments.k, shared.KeysFull(), at.key(), at.head, at.batch);
-      LoadTile<Tile::kKeys, kDepth>(shared.Values(), arguments.v, shared.KeysFull(), at.key(), at.head, at.batch);
-      loaded = true;
-    };
     for (int member = 0; member < p.group(); ++member) {
-      const int head = at.head * p.group() + member;
-      const int64_t line = (int64_t{at.batch} * p.heads + head) * arguments.sums.padded;
-      for (int block = span.first; block < span.last; ++block) {
-        const int query = block * kQueries;
-        Barrier full = shared.QueriesFull(stage);
+      const int head = tile[kKeyHead] * p.group() + member, batch = tile[kBatch];
+      const int line = (batch * p.heads + head) * arguments.sums.blocks;
+      const int last = tile[kLastBlock];
+      for (int block = tile[kFirstBlock]; block < last; ++block, ++steps) {
+        const int stage = steps % Tile::kStages;
+        const uint32_t parity = steps / Tile::kStages & 1 ^ 1;
         shared.QueriesEmpty(stage).Wait(parity);
-        full.ArriveAndExpect(Tile::kQueryBytes + kQueries * 4);
-        LoadTile<kQueries, kDepth>(shared.Queries(stage), arguments.q, full, query, head, at.batch);
-        hopper::LoadBytes(shared.Lse(stage), arguments.sums.lse + line + query, kQueries * 4, full);
-        if (!loaded) load_keys();
-        full = shared.CotangentsFull(stage);
+        const Barrier full = shared.QueriesFull(stage);
+        full.ArriveAndExpect(Tile::kQueryBytes + kQueries * 8);
+        LoadTile<kQueries, kDepth>(shared.Queries(stage), arguments.q, full, block * kQueries, head, batch);
+        hopper::LoadBytes(shared.Lse(stage), arguments.sums.statistics + int64_t{line + block} * (2 * kQueries),
+                          kQueries * 8, full);
         shared.CotangentsEmpty(stage).Wait(parity);
-        full.ArriveAndExpect(Tile::kQueryBytes + kQueries * 4);
-        LoadTile<kQueries, kDepth>(shared.Cotangents(stage), arguments.dout, full, query, head, at.batch);
-        hopper::LoadBytes(shared.Delta(stage), arguments.sums.delta + line + query, kQueries * 4, full);
-        if (++stage == Tile::kStages) stage = 0, parity ^= 1;
+        const Barrier cotangents_full = shared.CotangentsFull(stage);
+        cotangents_full.ArriveAndExpect(Tile::kQueryBytes);
+        LoadTile<kQueries, kDepth>(shared.Cotangents(stage), arguments.dout, cotangents_full, block * kQueries, head,
+                                   batch);
       }
     }
-    if (!loaded) load_keys();
   }
 }
 
+// By a warp of its own: the next tile's queries do not wait until this one's keys are no longer needed.
+template <class Tile>
+__device__ void LoadKeys(const BackwardArguments& arguments, const BackwardShared<Tile>& shared) {
+  shared.ForEachTile([&](const KnownTile& tile, int k) {
+    if (threadIdx.x % 32 != 0) return;
+    const Barrier full = shared.KeysFull();
+    const int key = tile[kFirstKey], head = tile[kKeyHead], batch = tile[kBatch];
+    shared.KeysEmpty().Wait((k & 1) ^ 1);
+    full.ArriveAndExpect(2 * Tile::kKeyBytes);
+    LoadTile<Tile::kKeys, Tile::kDepth>(shared.Keys(), arguments.k, full, key, head, batch);
+    LoadTile<Tile::kKeys, Tile::kDepth>(shared.Values(), arguments.v, full, key, head, batch);
+  });
+}
+
 // A warp adds one warpgroup's parts of dQ to the sums in memory, each in its turn; the block's first stores its part.
+// This has to take less time than a step.
 template <class Tile>
 __device__ void AddParts(const BackwardArguments& arguments, const BackwardShared<Tile>& shared, int group) {
+  constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
   const Problem& p = arguments.problem;
   const BackwardSums& sums = arguments.sums;
   const bool lead = threadIdx.x % 32 == 0;
   int parts = 0;  // so far
   shared.ForEachTile([&](const KnownTile& tile, int) {
+    if (!lead) return;
+    const Band band = tile.band(p);
+    const int batch = tile[kBatch], own = tile[kFirstKey] / kKeys, first = tile[kFirstBlock], last = tile[kLastBlock];
     const auto turn_at = [&](int block) {
-      const Band band = tile.band(p);
-      const Span keys = sums.KeyBlocksOf<Tile::kKeys, Tile::kQueries, Tile::kGeneral>(band, tile[kBatch], block);
-      const int own = tile[kFirstKey] / Tile::kKeys;
+      const Span keys = sums.KeyBlocksOf<kKeys, kQueries>(band, batch, block);
       return sums.descending ? keys.last - 1 - own : own - keys.first;
     };
     for (int member = 0; member < p.group(); ++member) {
-      const int64_t line = (int64_t{tile[kBatch]} * p.heads + tile[kKeyHead] * p.group() + member) * sums.blocks;
+      const int line = (batch * p.heads + tile[kKeyHead] * p.group() + member) * sums.blocks;
+      int32_t* const turns = sums.turns + int64_t{line} * 2 + group;
       const auto is_turn = [&](int block, int turn) {
         int done;
-        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
-                     : "=r"(done)
-                     : "l"(sums.turns + (line + block) * 2 + group)
-                     : "memory");
+        asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(done) : "l"(turns + 2 * block) : "memory");
         return done == turn;
       };
-      const int last = tile[kLastBlock];
-      int block = tile[kFirstBlock], turn = block < last ? turn_at(block) : 0;
-      bool ready = false;
-      for (; block < last; ++block, ++parts) {
+      int turn = first < last ? turn_at(first) : 0;
+      bool ready = false;  // it is this block's turn, and the copy engine may act on that
+      for (int block = first; block < last; ++block, ++parts) {
         const int buffer = parts % Tile::kStaging;
         const uint32_t part = shared.Part(group, buffer);
-        if (lead) {
-          while (!ready) ready = is_turn(block, turn);
-          hopper::FenceCopies();
-          shared.PartFull(group, buffer).Wait((parts / Tile::kStaging) & 1);
-          float* const sum = sums.dq + (line + block) * (2 * kPartFloats) + group * kPartFloats;
-          if (turn == 0) {
-            hopper::StoreFloats(sum, part, Tile::kPartBytes);
-          } else {
-            hopper::AddFloats(sum, part, Tile::kPartBytes);
+        if (!ready) {
+          while (!is_turn(block, turn)) {
           }
-          hopper::CommitStores();
-        }
-        // While that is under way, look ahead: whoever waits for its end, hands on and only then looks at the next
-        // counter takes as long as the products.
-        const int next_turn = block + 1 < last ? turn_at(block + 1) : 0;
-        ready = lead && block + 1 < last && is_turn(block + 1, next_turn);
-        if (lead) {
-          hopper::WaitStores();
           hopper::FenceCopies();
-          asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(sums.turns + (line + block) * 2 + group),
-                       "r"(turn + 1)
-                       : "memory");
-          shared.PartEmpty(group, buffer).Arrive();
         }
+        shared.PartFull(group, buffer).Wait((parts / Tile::kStaging) & 1);
+        float* const sum = sums.dq + int64_t{line + block} * (2 * kPartFloats) + group * kPartFloats;
+        if (turn == 0) {
+          hopper::StoreFloats(sum, part, Tile::kPartBytes);
+        } else {
+          hopper::AddFloats(sum, part, Tile::kPartBytes);
+        }
+        hopper::CommitStores();
+        // While that is under way, look ahead: whoever waits for its end, hands on and only then looks at the next
+        // counter takes as long as the products. One fence is for what is done and for what was seen.
+        const int next_turn = block + 1 < last ? turn_at(block + 1) : 0;
+        ready = block + 1 < last && is_turn(block + 1, next_turn);
+        hopper::WaitStores();
+        hopper::FenceCopies();
+        asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turns + 2 * block), "r"(turn + 1) : "memory");
+        shared.PartEmpty(group, buffer).Arrive();
         turn = next_turn;
-        __syncwarp();
       }
     }
   });
@@ -499,7 +503,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
       [[maybe_unused]] constexpr std::true_type kYes;
       constexpr std::false_type kNo;
       int block = tile[kFirstBlock];
-      if constexpr (Tile::kSplitsDepth) {
+      if constexpr (Tile::kSplitsDepth && !Tile::kGeneral) {
         if (tile[kHalf] && block < tile[kLastBlock]) step(block++, kYes, kYes);
       }
       if constexpr (Tile::kGeneral) {
@@ -548,8 +552,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   __syncthreads();
   if (warp < 4) {
     hopper::ReleaseRegisters<Tile::kLoaderRegisters>();
-    if (threadIdx.x == 0) LoadBackward(arguments, shared);
+    if (threadIdx.x == 0) LoadQueries(arguments, shared);
     if (warp == 1 || warp == 2) AddParts(arguments, shared, warp - 1);
+    if (warp == 3) LoadKeys(arguments, shared);
   } else {
     hopper::AcquireRegisters<Tile::kConsumerRegisters>();
     AttendBackward(arguments, shared, warp / 4 - 1);

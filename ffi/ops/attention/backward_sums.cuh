@@ -15,24 +15,23 @@ constexpr int QueriesAtOnce(int tile_depth) { return tile_depth == 64 ? 128 : 64
 inline constexpr int kPartFloats = 64 * 64;  // of dQ, of a warpgroup
 
 struct BackwardSums {
-  float *lse, *delta;    // [batches, heads, padded]: lse log2 e, inf where nothing is seen; <out, dout> - dlse
-  float* dq;             // [batches, heads, blocks, 2, kPartFloats], in the order of the warpgroups' fragments
-  int32_t* turns;        // [batches, heads, blocks, 2]: how many blocks of keys have been added; 0 at first
-  int32_t* tickets;      // [1]: the next one
-  int padded, blocks;    // queries, rounded up to 128, and blocks of them
-  bool descending;       // the blocks' order: from the last to the first
-  const Span* segments;  // as PlanSegments writes them: of each batch and block of queries; null: no segments
+  // [batches, heads, blocks, 2, block size]: lse log2 e, inf where nothing is seen; and delta = <out, dout> - dlse.
+  float* statistics;
+  float* dq;               // [batches, heads, blocks, 2, kPartFloats], in the order of the warpgroups' fragments
+  int32_t* turns;          // [batches, heads, blocks, 2]: how many blocks of keys have been added; 0 at first
+  int32_t* tickets;        // [1]: the next one
+  int block_size, blocks;  // queries of a block, and blocks of a head
+  bool descending;         // the blocks' order: from the last to the first
+  const Span* segments;    // as PlanSegments writes them: of each batch and block of queries; null: no segments
 
   // The blocks of keys that add to a block of queries.
-  template <int kKeys, int kQueries, bool kGeneral>
+  template <int kKeys, int kQueries>
   __device__ Span KeyBlocksOf(const Band& band, int batch, int block) const {
     Span span = band.KeyBlocks<kKeys>(block * kQueries, kQueries);
-    if constexpr (kGeneral) {
-      if (segments) {
-        const Span seen = segments[int64_t{batch} * blocks + block];
-        span.first = max(span.first, seen.first);
-        span.last = min(span.last, seen.last);
-      }
+    if (segments) {
+      const Span seen = segments[int64_t{batch} * blocks + block];
+      span.first = max(span.first, seen.first);
+      span.last = min(span.last, seen.last);
     }
     return span;
   }
@@ -58,9 +57,10 @@ __global__ void __launch_bounds__(kPreparationThreads)
                 turns = heads * sums.blocks * 2;
   if (thread < turns) sums.turns[thread] = 0;
   if (thread == 0) *sums.tickets = 0;
-  if (line >= heads * sums.padded) return;  // whole warps: `padded` is a multiple of 128
-  const int lane = threadIdx.x % kPreparationLanes, head_of_all = static_cast<int>(line / sums.padded);
-  const int query = static_cast<int>(line - int64_t{head_of_all} * sums.padded);
+  const int padded = sums.blocks * sums.block_size;  // a multiple of 64: whole warps leave
+  if (line >= heads * padded) return;
+  const int lane = threadIdx.x % kPreparationLanes, head_of_all = static_cast<int>(line / padded);
+  const int query = static_cast<int>(line - int64_t{head_of_all} * padded);
   const int batch = head_of_all / p.heads, head = head_of_all - batch * p.heads;
   const int64_t row = int64_t{head_of_all} * p.queries + query;
   const bool inside = query < p.QueriesOf(batch);
@@ -79,20 +79,22 @@ __global__ void __launch_bounds__(kPreparationThreads)
   if (lane > 0) return;
   const float lse = inside ? arguments.lse[row] : -kInfinity;
   const bool seeing = lse != -kInfinity;
-  sums.lse[line] = seeing ? lse * kLog2E : kInfinity;
-  sums.delta[line] = seeing ? sum - (arguments.dlse ? arguments.dlse[row] : 0) : 0;
+  const int within = query % sums.block_size;
+  float* const to = sums.statistics + (line - within) * 2 + within;
+  to[0] = seeing ? lse * kLog2E : kInfinity;
+  to[sums.block_size] = seeing ? sum - (arguments.dlse ? arguments.dlse[row] : 0) : 0;
 }
 
 inline constexpr int kFinishThreads = 512;
 
 // The sums of dQ, times the scale, as a result: each thread 8 columns of two rows of a block.
-template <class T, int kDepth, bool kGeneral>
+template <class T, int kDepth>
 __global__ void __launch_bounds__(kFinishThreads)
     FinishQueries(const __grid_constant__ Problem p, const __grid_constant__ BackwardSums sums, T* dq) {
   constexpr int kKeys = 128, kQueries = QueriesAtOnce(kDepth);
   const int head_of_all = blockIdx.x / sums.blocks, block = blockIdx.x - head_of_all * sums.blocks;
   const int batch = head_of_all / p.heads, head = head_of_all - batch * p.heads;
-  const bool seeing = !sums.KeyBlocksOf<kKeys, kQueries, kGeneral>(Band(p, batch), batch, block).empty();
+  const bool seeing = !sums.KeyBlocksOf<kKeys, kQueries>(Band(p, batch), batch, block).empty();
   const int eight = threadIdx.x % 8, quad = threadIdx.x / 8 % 32, part = threadIdx.x / 256;
   const int row = block * kQueries + (kDepth == 128 ? 0 : part * 64) + quad / 8 * 16 + quad % 8;
   const int column = (kDepth == 128 ? part * 64 : 0) + eight * 8;

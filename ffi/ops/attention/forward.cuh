@@ -210,8 +210,9 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
   const auto advance = [&] {
     if (++stage == Tile::kStages) stage = 0, parity ^= 1;
   };
-  constexpr int kTurn = 1, kGroupSync = 8;                                     // named barriers
-  if (group == Tile::kGroups - 1) hopper::NamedArrive(kTurn, 2 * kWarpgroup);  // the first turn is warpgroup 0's
+  constexpr int kTurn = 1, kGroupSync = 8;  // named barriers
+  if (!Tile::kGeneral && group == Tile::kGroups - 1)
+    hopper::NamedArrive(kTurn, 2 * kWarpgroup);  // the first turn is warpgroup 0's
   for (int k = 0;; ++k) {
     shared.TileKnown(k & 1).Wait((k >> 1) & 1);
     const int tile = LoadShared<int>(shared.TileNumber(k & 1));
@@ -224,87 +225,109 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
     const Span span = tiles.VisitedBy(band, at, first_row);
     const int buffer = k % Tile::kQueryBuffers;
     const uint32_t queries = shared.Queries(buffer, group);
-    const GeneralScores<T, kKeys> general(p, band, at.batch, {at.head, at.head}, {row, row + 8});
-    const auto finish_scores = [&](int block, auto masked) __attribute__((always_inline)) {
-      if constexpr (Tile::kGeneral) {
-        general.Finish(scores, block * kKeys + column,
-                       decltype(masked)::value || block < span.whole_first || block >= span.whole_last);
-      } else if constexpr (decltype(masked)::value) {
-        band.MaskKeys<kKeys>(scores, {row, row + 8}, block * kKeys + column);
-      }
-    };
+    [[maybe_unused]] const GeneralScores<T, kKeys> general(p, band, at.batch, {at.head, at.head}, {row, row + 8});
     const auto issue_scores = [&] {
       hopper::FenceRegisters();
       MultiplyDepths<T, kKeys, kDepth>(scores, queries, kChunk<64>, shared.Keys(stage), kChunk<kKeys>);
       hopper::CommitProducts();
     };
     shared.QueriesFull(buffer, group).Wait((k / Tile::kQueryBuffers) & 1);
-    shared.KeysFull(stage).Wait(parity);
-    issue_scores();
-    if (Tile::kQueryBuffers > 1 && pending >= 0 && elected) {
+    const auto release_results = [&] {
+      if (Tile::kQueryBuffers == 1 || pending < 0 || !elected) return;
       hopper::WaitStoresRead<0>();
       shared.QueriesEmpty(pending, group).Arrive();
-    }
-    hopper::WaitProducts<0>();
-    hopper::Settle(scores);
-    if (lead) shared.KeysEmpty(stage).Arrive();
-    finish_scores(span.last - 1, std::true_type());
-    state.Update<true>(scores, factor);
-    Round<T>(probabilities, scores);
-    int values_stage = stage, accumulate = 0;
-    uint32_t values_parity = parity;
-    if (band.padded_keys && span.last * kKeys > band.keys) {  // 0 times what lies beyond must be 0
+    };
+    const auto await_scores = [&] {
+      hopper::WaitProducts<0>();
+      hopper::Settle(scores);
+      if (lead) shared.KeysEmpty(stage).Arrive();
+    };
+    const auto clear_values = [&](int block) {  // 0 times what lies beyond the keys must be 0
+      if (!band.padded_keys || (block + 1) * kKeys <= band.keys) return;
       shared.ValuesFull(stage).Wait(parity);
-      ClearRows<kKeys, kDepth>(shared.Values(stage), band.keys - (span.last - 1) * kKeys);
+      ClearRows<kKeys, kDepth>(shared.Values(stage), band.keys - block * kKeys);
       hopper::NamedSync(kGroupSync + group, kWarpgroup);
-    }
-    advance();
-    const auto step = [&](int block, auto masked) {
+    };
+    if constexpr (Tile::kGeneral) {
+      // Scores are long on their way: the other warpgroup's products run meanwhile.
+#pragma unroll
+      for (int i = 0; i < kDepth / 2; ++i) out[i] = 0;
+      state.Clear();
+      for (int block = span.last - 1; block >= span.first; --block) {
+        shared.KeysFull(stage).Wait(parity);
+        issue_scores();
+        if (block == span.last - 1) release_results();
+        await_scores();
+        general.Finish(scores, block * kKeys + column, block < span.whole_first || block >= span.whole_last);
+        state.Update<false>(scores, factor);
+        Round<T>(probabilities, scores);
+#pragma unroll
+        for (int i = 0; i < kDepth / 2; ++i) out[i] *= state.rescale[i / 2 % 2];
+        clear_values(block);
+        shared.ValuesFull(stage).Wait(parity);
+        hopper::FenceRegisters();
+        MultiplyRows<T, kDepth, kKeys>(out, probabilities, shared.Values(stage), kChunk<kKeys>, 1);
+        hopper::CommitProducts();
+        hopper::WaitProducts<0>();
+        hopper::Settle(out);
+        hopper::Settle(probabilities);
+        if (lead) shared.ValuesEmpty(stage).Arrive();
+        advance();
+      }
+    } else {
       shared.KeysFull(stage).Wait(parity);
-      hopper::NamedSync(kTurn + group, 2 * kWarpgroup);
       issue_scores();
-      shared.ValuesFull(values_stage).Wait(values_parity);
-      MultiplyRows<T, kDepth, kKeys>(out, probabilities, shared.Values(values_stage), kChunk<kKeys>, accumulate);
-      hopper::CommitProducts();
-      hopper::NamedArrive(kTurn + (group + 1) % Tile::kGroups, 2 * kWarpgroup);
-      const auto finish_out = [&] {
+      release_results();
+      await_scores();
+      band.MaskKeys<kKeys>(scores, {row, row + 8}, (span.last - 1) * kKeys + column);
+      state.Update<true>(scores, factor);
+      Round<T>(probabilities, scores);
+      clear_values(span.last - 1);
+      int values_stage = stage, accumulate = 0;
+      uint32_t values_parity = parity;
+      advance();
+      const auto issue_out = [&] {
+        MultiplyRows<T, kDepth, kKeys>(out, probabilities, shared.Values(values_stage), kChunk<kKeys>, accumulate);
+        hopper::CommitProducts();
+      };
+      const auto await_out = [&] {
+        hopper::WaitProducts<0>();
         hopper::Settle(out);
         hopper::Settle(probabilities);
         if (lead) shared.ValuesEmpty(values_stage).Arrive();
       };
-      // No branches while a product is in flight: ptxas would have all of them wait (C7514).
-      hopper::WaitProducts<Tile::kGeneral ? 0 : 1>();
-      if constexpr (Tile::kGeneral) finish_out();
-      hopper::Settle(scores);
-      if (lead) shared.KeysEmpty(stage).Arrive();
-      finish_scores(block, masked);
-      state.Update<false>(scores, factor);
-      if constexpr (!Tile::kGeneral) {
-        hopper::WaitProducts<0>();
-        finish_out();
-      }
+      const auto step = [&](int block, auto masked) {
+        shared.KeysFull(stage).Wait(parity);
+        hopper::NamedSync(kTurn + group, 2 * kWarpgroup);
+        issue_scores();
+        shared.ValuesFull(values_stage).Wait(values_parity);
+        issue_out();
+        hopper::NamedArrive(kTurn + (group + 1) % Tile::kGroups, 2 * kWarpgroup);
+        hopper::WaitProducts<1>();
+        hopper::Settle(scores);
+        if (lead) shared.KeysEmpty(stage).Arrive();
+        if constexpr (decltype(masked)::value) band.MaskKeys<kKeys>(scores, {row, row + 8}, block * kKeys + column);
+        state.Update<false>(scores, factor);
+        await_out();
 #pragma unroll
-      for (int i = 0; i < kDepth / 2; ++i) out[i] *= state.rescale[i / 2 % 2];
-      Round<T>(probabilities, scores);
-      accumulate = 1;
-      values_stage = stage;
-      values_parity = parity;
-      advance();
-    };
-    int block = span.last - 2;
-    if constexpr (Tile::kGeneral) {
-      for (; block >= span.first; --block) step(block, std::false_type());
-    } else {
+        for (int i = 0; i < kDepth / 2; ++i) out[i] *= state.rescale[i / 2 % 2];
+        Round<T>(probabilities, scores);
+        accumulate = 1;
+        values_stage = stage;
+        values_parity = parity;
+        advance();
+      };
+      int block = span.last - 2;
       for (int limit = span.whole_last;; limit = span.first) {
         for (; block >= limit; --block) step(block, std::true_type());
         for (; block >= span.whole_first; --block) step(block, std::false_type());
         if (block < span.first) break;
       }
+      shared.ValuesFull(values_stage).Wait(values_parity);
+      hopper::FenceRegisters();
+      issue_out();
+      await_out();
     }
-    shared.ValuesFull(values_stage).Wait(values_parity);
-    hopper::FenceRegisters();
-    MultiplyRows<T, kDepth, kKeys>(out, probabilities, shared.Values(values_stage), kChunk<kKeys>, accumulate);
-    hopper::CommitProducts();
     float inverse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -317,9 +340,6 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
       if (lane % 4 == 0 && query < p.queries)
         p.lse[(int64_t{at.batch} * p.heads + at.head) * p.queries + query] = seeing ? result.lse : -kInfinity;
     }
-    hopper::WaitProducts<0>();
-    hopper::Settle(out);
-    if (lead) shared.ValuesEmpty(values_stage).Arrive();
     uint32_t rounded[kDepth / 4];
 #pragma unroll
     for (int i = 0; i < kDepth / 4; ++i) {

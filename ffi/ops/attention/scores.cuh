@@ -26,6 +26,10 @@ struct RowResult {
 struct RowState {
   float maximum[2], sum[2], rescale[2];  // sum: of this thread's columns
 
+  __device__ void Clear() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) maximum[h] = -kInfinity, sum[h] = 0;
+  }
   // Turns scores into exp2(scores factor - maximum). kFirst: of the tile's first block.
   template <bool kFirst, int kCount>
   __device__ __forceinline__ void Update(float (&scores)[kCount], float factor) {
@@ -86,7 +90,7 @@ struct GeneralScores {
       for (int i = 0; i < kKeys / 2; ++i) scores[i] *= factor;
     }
     if (p.bias.data) {
-      const auto add = [](float& score, float value) { score = fmaf(value, kLog2E, score); };
+      const auto add = [](float& score, auto value) { score = fmaf(static_cast<float>(value), kLog2E, score); };
       if (p.wide_bias) {
         Visit<float>(p.bias, scores, key, add);
       } else {
@@ -94,7 +98,7 @@ struct GeneralScores {
       }
     }
     if (p.mask.data) {
-      Visit<uint8_t>(p.mask, scores, key, [](float& score, uint8_t seen) { score = seen ? score : -kInfinity; });
+      Visit<uint8_t>(p.mask, scores, key, [](float& score, uint8_t seen) { score = seen & 1 ? score : -kInfinity; });
     }
     if (!masked) return;
     band.template MaskKeys<kKeys>(scores, queries, key);
@@ -113,6 +117,34 @@ struct GeneralScores {
     }
   }
 
+  // Turns the gradients of probabilities into those of scores before the soft cap, or into those of the bias. lse, in
+  // units of log 2, and delta: of this thread's rows.
+  __device__ __forceinline__ void Differentiate(float (&scores)[kKeys / 2], float (&dscores)[kKeys / 2],
+                                                const float (&lse)[2], const float (&delta)[2], int key,
+                                                bool masked) const {
+    const bool capped = p.soft_cap != 0;
+    const float factor = p.scale / p.soft_cap, offset[2] = {capped ? 0 : delta[0], capped ? 0 : delta[1]};
+    if (capped) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) {
+        const float bounded = Tanh(scores[i] * factor);
+        dscores[i] = (dscores[i] - delta[i / 2 % 2]) * (1 - bounded * bounded);
+      }
+    }
+    BiasGradient(scores, dscores, lse, offset, key, masked);
+  }
+  __device__ __forceinline__ void BiasGradient(float (&scores)[kKeys / 2], float (&dscores)[kKeys / 2],
+                                               const float (&lse)[2], const float (&delta)[2], int key,
+                                               bool masked) const {
+    Finish(scores, key, masked);
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      // What is not seen is 0, whatever the values are.
+      const float of_row = lse[i / 2 % 2], probability = of_row == kInfinity ? 0 : Exp2(scores[i] - of_row);
+      dscores[i] = probability == 0 ? 0 : probability * (dscores[i] - delta[i / 2 % 2]);
+    }
+  }
+
  private:
   // Calls use(score, element of `from`) for each score; rows of an even number of elements are read in pairs.
   template <class U, class Use>
@@ -128,15 +160,14 @@ struct GeneralScores {
         for (int i = 0; i < kKeys / 8; ++i) {
           const int at = key + 8 * i;
           const Two two = *reinterpret_cast<const Two*>(line + (at < p.keys ? at : 0));
-          use(scores[4 * i + 2 * h], two.template Widen<float>(0));
-          use(scores[4 * i + 2 * h + 1], two.template Widen<float>(1));
+          use(scores[4 * i + 2 * h], two.Get(0));
+          use(scores[4 * i + 2 * h + 1], two.Get(1));
         }
       } else {
 #pragma unroll
         for (int i = 0; i < kKeys / 8; ++i)
 #pragma unroll
-          for (int j = 0; j < 2; ++j)
-            use(scores[4 * i + 2 * h + j], static_cast<float>(line[min(key + 8 * i + j, p.keys - 1)]));
+          for (int j = 0; j < 2; ++j) use(scores[4 * i + 2 * h + j], line[min(key + 8 * i + j, p.keys - 1)]);
       }
     }
   }
@@ -158,6 +189,34 @@ struct GeneralGradients {
                                          const float (&dprobabilities)[kQueries / 2], uint32_t (&rounded)[kQueries / 4],
                                          uint32_t (&drounded)[kQueries / 4], int query, uint32_t lse, uint32_t delta,
                                          bool masked) const {
+    float last_probability = 0, last_gradient = 0;
+    Visit(scores, query, lse, masked, [&](int i, float probability, float slope) __attribute__((always_inline)) {
+      const float offset = LoadShared<float>(delta + (i / 4 * 8 + i % 2) * 4);
+      const float gradient = slope == 0 ? 0 : slope * (dprobabilities[i] - offset);
+      if (i % 2) {
+        rounded[i / 2] = RoundPair<T>(last_probability, probability);
+        drounded[i / 2] = RoundPair<T>(last_gradient, gradient);
+      }
+      last_probability = probability;
+      last_gradient = gradient;
+    });
+  }
+  // The rounded probabilities; in place of the scores their products with the derivative of the soft cap.
+  __device__ __forceinline__ void Probabilities(float (&scores)[kQueries / 2], uint32_t (&rounded)[kQueries / 4],
+                                                int query, uint32_t lse, bool masked) const {
+    float last_probability = 0;
+    Visit(scores, query, lse, masked, [&](int i, float probability, float slope) __attribute__((always_inline)) {
+      if (i % 2) rounded[i / 2] = RoundPair<T>(last_probability, probability);
+      last_probability = probability;
+      scores[i] = slope;
+    });
+  }
+
+ private:
+  // Calls use(index, probability, its product with the derivative of the soft cap) for each score; 0, 0 where not seen.
+  template <class Use>
+  __device__ __forceinline__ void Visit(const float (&scores)[kQueries / 2], int query, uint32_t lse, bool masked,
+                                        const Use& use) const {
     const bool capped = p.soft_cap != 0, by_segment = masked && p.query_segments;
     const float factor = capped ? p.scale / p.soft_cap : p.scale * kLog2E, cap = p.soft_cap * kLog2E;
     int own_segment[2] = {};
@@ -166,8 +225,7 @@ struct GeneralGradients {
         own_segment[h] = p.key_segments[int64_t{batch} * p.keys + min(key + 8 * h, p.keys - 1)];
 #pragma unroll
     for (int i = 0; i < kQueries / 8; ++i) {
-      const float2 lse_pair = LoadShared<float2>(lse + 32 * i), delta_pair = LoadShared<float2>(delta + 32 * i);
-      float probability[4], gradient[4];
+      const float2 lse_pair = LoadShared<float2>(lse + 32 * i);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int h = e / 2, at_query = 8 * i + e % 2;
@@ -184,21 +242,15 @@ struct GeneralGradients {
                                          : static_cast<float>(static_cast<const T*>(p.bias.data)[at]);
           score = fmaf(bias, kLog2E, score);
         }
-        float value = Exp2(score - (e % 2 ? lse_pair.y : lse_pair.x));
+        const float value = Exp2(score - (e % 2 ? lse_pair.y : lse_pair.x));
         bool seen = true;
-        if (p.mask.data) seen = static_cast<const uint8_t*>(p.mask.data)[p.mask.Row(batch, head, row) + column];
+        if (p.mask.data) seen = static_cast<const uint8_t*>(p.mask.data)[p.mask.Row(batch, head, row) + column] & 1;
         if (masked)
           seen &= query + at_query < band.queries && at_query >= band.FirstSeeing(key + 8 * h, query) &&
                   at_query <= band.LastSeeing(key + 8 * h, query);
         if (by_segment) seen &= p.query_segments[int64_t{batch} * p.queries + row] == own_segment[h];
-        probability[e] = seen ? value : 0;
-        const float change = dprobabilities[4 * i + e] - (e % 2 ? delta_pair.y : delta_pair.x);
-        gradient[e] = seen ? value * derivative * change : 0;
+        use(4 * i + e, seen ? value : 0, seen ? value * derivative : 0);
       }
-      rounded[2 * i] = RoundPair<T>(probability[0], probability[1]);
-      rounded[2 * i + 1] = RoundPair<T>(probability[2], probability[3]);
-      drounded[2 * i] = RoundPair<T>(gradient[0], gradient[1]);
-      drounded[2 * i + 1] = RoundPair<T>(gradient[2], gradient[3]);
     }
   }
 };

@@ -78,9 +78,14 @@ static __global__ void __launch_bounds__(kPlanThreads)
     if (range.greatest >= to_come) first = min(first, column);
     if (range.least <= come) last = column;
   }
-  first = __reduce_min_sync(~0u, first) / plan.column_size;
-  last = __reduce_max_sync(~0u, last) / plan.column_size + 1;
-  if (last <= first) first = last = 0;
+  first = __reduce_min_sync(~0u, first);
+  last = __reduce_max_sync(~0u, last);
+  if (last < first) {
+    first = last = 0;
+  } else {
+    first /= plan.column_size;
+    last = last / plan.column_size + 1;
+  }
   // The first run of blocks that are of the rows' only segment.
   int whole_first = last, whole_last = last;
   if (least == greatest) {

@@ -1,0 +1,168 @@
+// The gradient of the bias on Hopper: that of the scores, summed over whatever the bias was broadcast, in a fixed
+// order.
+//
+// A block owns 64 queries and 64 keys of the result and goes through the batches, heads and, if the bias has one row
+// for all queries, blocks of queries that they stand for: it recomputes S = Q K^T and dP = dO V^T, 64 columns of the
+// depth at a time, and adds dS up in registers.
+#ifndef JAXOPS_OPS_ATTENTION_DBIAS_CUH_
+#define JAXOPS_OPS_ATTENTION_DBIAS_CUH_
+
+#include <cstdint>
+
+#include "core/shared_memory.cuh"
+#include "ops/attention/backward_sums.cuh"
+#include "ops/attention/fragments.cuh"
+#include "ops/attention/masks.cuh"
+#include "ops/attention/problem.h"
+#include "ops/attention/scores.cuh"
+
+namespace jaxops::attention {
+
+struct BiasArguments {
+  CUtensorMap q, dout, k, v;  // in boxes of 64 rows
+  Problem problem;
+  BackwardSums sums;
+  float* dbias;                    // [batches or 1, heads or 1, queries or 1, keys]
+  int batches, heads, row_blocks;  // of the result; 1 where it is summed
+};
+
+struct BiasTile {
+  static constexpr int kStages = 6, kThreads = kWarpgroup + 32, kTileBytes = 64 * hopper::kBoxRowBytes;
+  static constexpr int kSharedBytes = 1024 + 4 * kStages * kTileBytes + 2 * kStages * 8;
+};
+
+// Calls visit(batch, head, block of queries) for what is added up, as long as something is seen there.
+template <class Visit>
+__device__ void ForEachBiasTerm(const BiasArguments& arguments, int key_block, int index, const Visit& visit) {
+  const Problem& p = arguments.problem;
+  const int row_block = index % arguments.row_blocks, of_heads = index / arguments.row_blocks;
+  const int head = of_heads % arguments.heads, batch = of_heads / arguments.heads;
+  const int query_blocks = (p.queries + 63) / 64;
+  for (int b = batch; b < (arguments.batches == 1 ? p.batches : batch + 1); ++b) {
+    const Band band(p, b);
+    for (int h = head; h < (arguments.heads == 1 ? p.heads : head + 1); ++h)
+      for (int block = row_block; block < (arguments.row_blocks == 1 ? query_blocks : row_block + 1); ++block) {
+        const Span seen = band.KeyBlocks<64>(block * 64, 64);
+        if (key_block >= seen.first && key_block < seen.last)
+          visit(b, h, block, band, key_block < seen.whole_first || key_block >= seen.whole_last);
+      }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(BiasTile::kThreads, 1)
+    AttentionBiasGradient(const __grid_constant__ BiasArguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kStages = BiasTile::kStages, kBytes = BiasTile::kTileBytes;
+  extern __shared__ uint8_t dynamic[];
+  const uint32_t base = (SharedAddress(dynamic) + 1023) & ~1023u;
+  const auto tile_at = [=](int stage, int tensor) { return base + (stage * 4 + tensor) * kBytes; };
+  const auto full = [=](int stage) { return Barrier{tile_at(kStages, 0) + stage * 8}; };
+  const auto empty = [=](int stage) { return Barrier{tile_at(kStages, 0) + (kStages + stage) * 8}; };
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      full(stage).Initialize(1);
+      empty(stage).Initialize(4);
+    }
+    hopper::FenceBarriers();
+  }
+  __syncthreads();
+  const Problem& p = arguments.problem;
+  const int key_blocks = (p.keys + 63) / 64, chunks = (p.depth + 63) / 64;
+  const int index = static_cast<int>(blockIdx.x) / key_blocks;
+  const int key_block = static_cast<int>(blockIdx.x) - index * key_blocks;
+  int steps = 0;
+  if (threadIdx.x >= kWarpgroup) {
+    if (threadIdx.x > kWarpgroup) return;
+    ForEachBiasTerm(arguments, key_block, index, [&](int batch, int head, int block, const Band&, bool) {
+      for (int chunk = 0; chunk < chunks; ++chunk, ++steps) {
+        const int stage = steps % kStages, key_head = head / p.group();
+        empty(stage).Wait((steps / kStages & 1) ^ 1);
+        full(stage).ArriveAndExpect(4 * kBytes);
+        const auto load = [&](int tensor, const CUtensorMap& map, int row, int of_head) {
+          hopper::LoadHeadBox(tile_at(stage, tensor), map, full(stage), chunk * 64, row, of_head, batch);
+        };
+        load(0, arguments.q, block * 64, head);
+        load(1, arguments.dout, block * 64, head);
+        load(2, arguments.k, key_block * 64, key_head);
+        load(3, arguments.v, key_block * 64, key_head);
+      }
+    });
+    return;
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = lane % 4 * 2;
+  const int within = warp * 16 + lane / 4;  // this thread's first row of a block of queries
+  float sums[32], scores[32], dscores[32];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sums[i] = 0;
+  ForEachBiasTerm(arguments, key_block, index, [&](int batch, int head, int block, const Band& band, bool masked) {
+    for (int chunk = 0; chunk < chunks; ++chunk, ++steps) {
+      const int stage = steps % kStages;
+      full(stage).Wait(steps / kStages & 1);
+      hopper::FenceRegisters();
+      const auto multiply = [&](float (&d)[32], int lhs, int rhs) {
+        const hopper::Descriptors of_lhs(tile_at(stage, lhs), kBytes), of_rhs(tile_at(stage, rhs), kBytes);
+#pragma unroll
+        for (int step = 0; step < hopper::kSteps; ++step)
+          hopper::MultiplyAdd<T, T, 64, Major::kDepth, Major::kDepth>(
+              d, of_lhs.At(step * hopper::kStepBytes<Major::kDepth>),
+              of_rhs.At(step * hopper::kStepBytes<Major::kDepth>), chunk > 0 || step > 0);
+      };
+      multiply(scores, 0, 2);
+      multiply(dscores, 1, 3);
+      hopper::CommitProducts();
+      hopper::WaitProducts<0>();
+      hopper::Settle(scores);
+      hopper::Settle(dscores);
+      if (lane == 0) empty(stage).Arrive();
+    }
+    float lse[2], delta[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int query = block * 64 + within + 8 * h, size = arguments.sums.block_size;
+      const bool inside = query < p.queries;
+      const int64_t line = (int64_t{batch} * p.heads + head) * arguments.sums.blocks + query / size;
+      const float* const from = arguments.sums.statistics + line * (2 * size) + query % size;
+      lse[h] = inside ? from[0] : kInfinity;
+      delta[h] = inside ? from[size] : 0;
+    }
+    const int row = block * 64 + within;
+    const GeneralScores<T, 64> general(p, band, batch, {head, head}, {row, row + 8});
+    general.BiasGradient(scores, dscores, lse, delta, key_block * 64 + column, masked);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sums[i] += dscores[i];
+  });
+  const int64_t lines = arguments.row_blocks == 1 && p.bias.query_stride == 0 ? 1 : p.queries;
+  float* const result = arguments.dbias + int64_t{index / arguments.row_blocks} * lines * p.keys;
+  const int key = key_block * 64 + column;
+  if (p.bias.query_stride != 0 || p.queries == 1) {
+    const int row = index % arguments.row_blocks * 64 + within;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int query = row + i / 2 % 2 * 8, at = key + i / 4 * 8 + i % 2;
+      if (query < p.queries && at < p.keys) result[int64_t{query} * p.keys + at] = sums[i];
+    }
+    return;
+  }
+  // One row for all queries: the sum of the 64 rows.
+  __shared__ float of_warps[4][64];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      float sum = sums[4 * i + j] + sums[4 * i + 2 + j];
+#pragma unroll
+      for (int other = 4; other < 32; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
+      if (lane < 4) of_warps[warp][8 * i + column + j] = sum;
+    }
+  hopper::NamedSync(1, kWarpgroup);
+  if (threadIdx.x < 64 && key_block * 64 + static_cast<int>(threadIdx.x) < p.keys) {
+    const int at = threadIdx.x;
+    result[key_block * 64 + at] = of_warps[0][at] + of_warps[1][at] + of_warps[2][at] + of_warps[3][at];
+  }
+#endif
+}
+
+}  // namespace jaxops::attention
+
+#endif  // JAXOPS_OPS_ATTENTION_DBIAS_CUH_
