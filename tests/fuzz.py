@@ -385,7 +385,6 @@ def _common(draw, operands, values, derivatives=True):
 
 
 _LOGITS_VALUES = ("normal", "logits", "offset", "tiny", "denormal", "equal", "one hot", "zero", "wide")
-_LOGITS_VALUES_UNSCALED = (*_LOGITS_VALUES, "huge", "-inf", "inf", "nan")
 
 
 def _axis(draw, rank):
@@ -414,8 +413,9 @@ def _logits_case(draw, op, floats):
         operands.append(("bias", draw(_broadcast(joint)), draw(st.sampled_from(floats))))
     if draw(st.integers(0, 3)) == 0:
         operands.append(("where", draw(_broadcast(joint)), "bool"))
-    scaled = any(name in ("scale", "bias") for name, *_ in operands)
-    common = draw(_common(operands, _LOGITS_VALUES if scaled else _LOGITS_VALUES_UNSCALED))
+    given = {name for name, *_ in operands}
+    more = () if "bias" in given else ("huge",) if "scale" in given else ("huge", "-inf", "inf", "nan")
+    common = draw(_common(operands, (*_LOGITS_VALUES, *more)))
     rank = len(np.broadcast_shapes(*(shape for _, shape, _ in operands)))
     options = [("axis", _axis(draw, rank))]
     if rank >= 2 and draw(st.integers(0, 3)) == 0:
