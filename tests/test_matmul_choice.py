@@ -39,7 +39,7 @@ def test_choices_are_possible(arithmetic, rng):
             continue
         assert tile in choices.TILES[arithmetic]
         assert tile.stores_any_rows or n * result_bytes % 16 == 0 or choice.partials
-        assert not (tile.lhs_along_k and layout[0] == "T")
+        assert arithmetic != "16bit" or layout != "TT"
         assert not tile.turned or (layout[1] == "N" and n % 4 == 0 and not choice.rhs_copy)
         assert choice.splits <= tile.parts or choice.partials
         assert choice.shared is None or choice.splits == 1
@@ -70,7 +70,7 @@ def test_a_choice_depends_on_nothing_but_the_product_and_the_device():
         ("NN", 4096, 100, "wgmma"),
         ("NT", 4096, 100, "wgmma"),
         ("NT", 4096, 99, "xla"),  # two copies for a short product
-        ("TT", 4096, 100, "wgmma"),
+        ("TT", 4096, 100, "xla"),
         ("TN", 4096, 100, "xla"),  # no row lies along k
         ("TN", 4095, 4096, "wgmma"),
         ("NN", 4095, 4096, "xla"),  # no row lies along m
@@ -87,8 +87,7 @@ def test_rows_are_aligned_as_they_lie_in_memory(layout, m, k, kernel):
     "m, n, layout, kernel",
     [
         (8192, 50257, "NN", "wgmma"),
-        (8192, 50258, "NN", "wgmma"),
-        (1024, 50258, "NN", "xla"),  # the copy of rhs takes a quarter of the time
+        (8192, 50258, "NN", "xla"),  # rows along n that are aligned to 4 bytes
         (8192, 50257, "NT", "xla"),  # operands are aligned, only the result is not
     ],
 )
@@ -126,11 +125,11 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
         (256, 256, 256, "NN", None, (0, 0)),
         (4096, 4096, 4096, "NN", None, (0, 0)),  # as fast on XLA
         (4096, 4096, 102, "NN", (256, 128), (1, 0)),
-        (1002, 1002, 1002, "NN", (64, 128), (1, 2)),
+        (1002, 1002, 1002, "NN", (64, 64), (1, 2)),
         (753, 6080, 2368, "TN", (192, 128), (2, 0)),
         (6336, 320, 512, "TN", None, (0, 0)),
         (128, 1641, 3456, "TN", None, (0, 0)),
-        (960, 5356, 6912, "NN", None, (0, 0)),  # rows lie across lines of the L2 cache
+        (960, 5356, 6912, "NN", (192, 128), (0, 0)),  # rows lie across lines of the L2 cache
     ],
 )
 def test_tf32_without_copies_of_aligned_operands(m, n, k, layout, tile, copies):
@@ -164,7 +163,7 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
         (1, 4096, 4096, "NT", (16, 32), 1),
         (1, 4096, 8192, "NN", (16, 64), 1),
         (1, 8192, 4096, "NN", None, 1),
-        (1, 8192, 4096, "NT", (64, 64), 1),
+        (1, 8192, 4096, "NT", None, 1),
         (1, 2048, 4096, "NN", (16, 32), 1),  # XLA multiplies element by element: four times as long
         (1, 2048, 4096, "NT", None, 1),
         (1, 1024, 4096, "NN", (16, 32), 1),
@@ -175,7 +174,7 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
         (16, 2048, 4096, "NN", (16, 32), 1),
         (12, 6144, 4096, "NN", (16, 64), 1),
         (16, 8192, 4096, "NN", (64, 64), 1),
-        (16, 14336, 4096, "NN", None, 1),
+        (16, 14336, 4096, "NN", (16, 64), 1),
         (2, 4096, 4096, "NT", (16, 32), 1),
         (16, 5000, 4096, "NN", None, 1),  # rows do not begin at 128 bytes
         (32, 8192, 4096, "NT", (64, 64), 1),
@@ -190,10 +189,10 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
         (48, 28672, 4096, "NN", None, 1),
         (64, 4096, 4096, "TN", None, 1),
         (80, 4096, 4096, "NN", (64, 64), 1),  # of the second tile of rows, 16 are loaded
-        (144, 4096, 4096, "NN", None, 1),
+        (144, 4096, 4096, "NN", (64, 128), 1),
         (320, 4096, 4096, "NN", (64, 192), 1),
         (1152, 1152, 1152, "NN", (64, 192), 1),
-        (2048, 768, 3072, "NN", None, 1),
+        (2048, 768, 3072, "NN", (64, 192), 1),
         (128, 6144, 4096, "NN", (64, 128), 1),
         (128, 4096, 8192, "NN", (64, 64), 1),
         (384, 384, 384, "NN", (64, 64), 1),
@@ -209,10 +208,10 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
         (1024, 1024, 2048, "TN", (64, 128), 1),  # not (128, 128) in two parts
         (512, 512, 2048, "NN", (64, 64), 1),
         (1000, 1024, 1024, "NN", (64, 128), 1),
-        (1280, 1280, 1280, "NN", (128, 128), 1),
+        (1280, 1280, 1280, "NN", None, 1),
         (1536, 1536, 1536, "NN", None, 1),
-        (144, 960, 320, "NT", (64, 64), 1),
-        (328, 320, 2496, "NN", None, 1),
+        (144, 960, 320, "NT", None, 1),
+        (328, 320, 2496, "NN", (64, 64), 1),
         (64, 192, 1024, "NT", None, 1),
         # k in no whole k tiles, or in no equal parts
         (768, 704, 2248, "NN", (64, 64), 1),
@@ -224,12 +223,12 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
         (640, 512, 904, "TT", None, 1),
         (1000, 1000, 1000, "NN", None, 1),
         # long sums
-        (1, 4096, 28672, "NT", (16, 32), 1),
+        (1, 4096, 28672, "NT", None, 1),
         (9, 3008, 21056, "NT", (16, 32), 1),
         (16, 1024, 28672, "NT", None, 1),
         (8, 1024, 16384, "NN", None, 1),
-        (64, 1024, 16384, "NN", (64, 64), 5),
-        (89, 2304, 9728, "NT", None, 1),
+        (64, 1024, 16384, "NN", None, 1),
+        (89, 2304, 9728, "NT", (64, 128), 3),
         (128, 128, 65536, "TN", (64, 64), 21),
         (256, 256, 16384, "NN", None, 1),
         # few columns
@@ -247,26 +246,24 @@ def test_small_products_of_16_bits(m, n, k, layout, tile, splits):
 
 
 @pytest.mark.parametrize(
-    "m, n, k, kernel",
+    "m, n, k, layout, alone, followed",
     [
-        (512, 512, 512, "wgmma"),
-        (256, 256, 1024, "xla"),
-        (1536, 1536, 1536, "xla"),
-        (2048, 2048, 2048, "wgmma"),
-        (2048, 768, 3072, "wgmma"),
-        (768, 832, 2048, "wgmma"),
-        (920, 576, 5760, "xla"),
-        (4288, 480, 704, "xla"),  # rows of rhs lie across lines of the L2 cache
+        (256, 256, 8192, "NN", "xla", "wgmma"),
+        (1536, 1536, 1536, "NT", "xla", "wgmma"),
+        (920, 576, 5760, "NN", "xla", "wgmma"),
+        (4288, 480, 704, "TN", "xla", "wgmma"),  # rows of rhs lie across lines of the L2 cache
+        (8192, 4096, 4096, "NN", "xla", "wgmma"),
+        (768, 832, 2048, "NN", "wgmma", "wgmma"),
+        (192, 4096, 14336, "NN", "xla", "xla"),
+        (4, 28672, 4096, "NN", "xla", "xla"),
+        (8192, 8192, 8192, "TT", "xla", "xla"),
     ],
 )
-def test_short_products_with_an_activation_are_ours(m, n, k, kernel):
-    """XLA's activation is a kernel of its own, which takes a third of the time."""
-    assert choices.choose(product(m, n, k), H200, activation=True, bias=True).kernel == kernel
-    assert choices.choose(product(m, n, k), H200, bias=True).kernel == "xla"
-
-
-def test_products_of_k_in_no_whole_tiles_are_ours_with_a_bias_too():
-    assert choices.choose(product(768, 704, 2248), H200, bias=True).kernel == "wgmma"
+def test_products_that_something_follows_are_ours(m, n, k, layout, alone, followed):
+    """XLA's scales, bias and activation are a pass over f32 sums: in all 1.01 to 1.6 times as long."""
+    assert choices.choose(product(m, n, k, layout=layout), H200).kernel == alone
+    for options in ({"bias": True}, {"activation": True}, {"activation": True, "bias": True}):
+        assert choices.choose(product(m, n, k, layout=layout), H200, **options).kernel == followed
 
 
 @pytest.mark.parametrize(
@@ -276,7 +273,7 @@ def test_products_of_k_in_no_whole_tiles_are_ours_with_a_bias_too():
         (8192, 4096, 14336, (128, 256, False), 8),
         (8192, 8192, 8192, (128, 192, True), 8),
         (128, 28672, 4096, (128, 256, False), 8),
-        (48, 28672, 4096, (64, 256, False), 8),  # 112 tiles; (64, 128) would be 224, for 132 multiprocessors
+        (48, 28672, 4096, (64, 128, False), 8),
         (48, 20480, 4096, (64, 192, False), 8),
         (65536, 256, 256, (128, 128, True), 2),
         (4095, 4097, 4093, (128, 128, False), 8),  # rows that the copy engine does not store

@@ -46,8 +46,8 @@ class Product:
 class Tile(NamedTuple):
     """The part of the result that a block computes at a time, and with which share of the tensor cores' peak.
 
-    lhs_along_k: for lhs that is not transposed alone. turned: for f32 operands as TF32, rhs as it lies along n, whose
-    transpose is multiplied; other tiles of f32 are for rhs along k.
+    turned: for f32 operands as TF32, rhs as it lies along n, whose transpose is multiplied; other tiles of f32 are for
+    rhs along k.
     """
 
     rows: int
@@ -56,12 +56,11 @@ class Tile(NamedTuple):
     efficiency: float
     band: int = 8  # tile rows that run side by side in a narrow result, see band()
     parts: int = 1  # of a split, at most, that a cluster of blocks can sum: the others' sums fit into a block's memory
-    lhs_along_k: bool = False
     turned: bool = False
 
     def holds(self, product: Product) -> bool:
         """Whether it can compute a product, if its results' rows are aligned."""
-        return not (self.lhs_along_k and product.lhs_transposed) and self.turned == _is_turned(product)
+        return self.turned == _is_turned(product)
 
     @property
     def stores_any_rows(self) -> bool:
@@ -73,8 +72,7 @@ class FewRowsTile(NamedTuple):
     """The part of a result of few rows that a block computes at a time while the weights stream past (few_rows.cuh).
 
     rhs_transposed: for weights that lie so. rate: bytes of them a microsecond that a multiprocessor loads. memory: the
-    share of the memory's rate that is left where much else is loaded, or 64 bytes here and there. resident: blocks of a
-    multiprocessor, where there are more than one for each.
+    share of the memory's rate that is left where much else is loaded, or 64 bytes here and there.
     """
 
     rows: int
@@ -82,7 +80,6 @@ class FewRowsTile(NamedTuple):
     rhs_transposed: bool
     rate: float
     memory: float = 1
-    resident: int = 1
     ping_pong: bool = False
 
     def holds(self, product: Product) -> bool:
@@ -119,17 +116,21 @@ ARITHMETICS = {
     "f8 fast": Arithmetic(1, 1530, False, False),
 }
 
-_COMMON_TILES = (
+_16BIT_TILES = (
     Tile(64, 64, False, 0.73, parts=8),
     Tile(64, 128, False, 0.77, parts=7),
     Tile(64, 192, False, 0.85),
-    Tile(64, 256, False, 0.81, lhs_along_k=True),
     Tile(128, 128, False, 0.83, parts=4),
     Tile(128, 128, True, 0.96, band=2),
     Tile(128, 192, True, 0.99),
     Tile(128, 256, False, 0.97),
 )
-_TURNED_TILES = (
+_TF32_TILES = (
+    Tile(64, 64, False, 0.73, parts=8),
+    Tile(64, 192, False, 0.85),
+    Tile(128, 128, True, 0.96, band=2),
+    Tile(128, 192, True, 0.99),
+    Tile(128, 256, False, 0.97),
     Tile(64, 64, False, 0.45, parts=8, turned=True),
     Tile(128, 64, False, 0.64, parts=7, turned=True),
     Tile(128, 128, False, 0.84, parts=4, turned=True),
@@ -141,7 +142,6 @@ _PARTS_TILES = (
     Tile(128, 128, False, 0.84, parts=4),
 )
 _PROMOTED_TILES = (
-    Tile(64, 64, False, 0.4, parts=8),
     Tile(64, 128, False, 0.65, parts=7),
     Tile(128, 128, False, 0.85, parts=4),
     Tile(128, 192, False, 0.9),
@@ -152,8 +152,8 @@ _FAST_F8_TILES = (
     Tile(128, 256, False, 0.97),
 )
 TILES = {
-    "16bit": _COMMON_TILES,
-    "tf32": _COMMON_TILES + _TURNED_TILES,
+    "16bit": _16BIT_TILES,
+    "tf32": _TF32_TILES,
     "f32": _PARTS_TILES,
     "f8": _PROMOTED_TILES,
     "f8 fast": _FAST_F8_TILES,
@@ -164,7 +164,6 @@ FEW_ROWS_TILES = (
     FewRowsTile(16, 32, True, 68e3),
     FewRowsTile(16, 32, False, 68e3, memory=0.85),
     FewRowsTile(16, 64, False, 73e3),
-    FewRowsTile(16, 128, False, 85e3, resident=2),
     FewRowsTile(32, 16, True, 37e3, memory=0.8),
     FewRowsTile(32, 32, True, 50e3, memory=0.92),
     FewRowsTile(32, 32, False, 50e3, memory=0.75),
@@ -205,50 +204,36 @@ _CLUSTERED_BLOCKS = {2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 120}
 
 
 class FewRows(NamedTuple):
-    """Products of few rows, 16 bits, for which our kernel was faster than XLA's: of each size the least and the most.
+    """A range of products of few rows, in 16 bits: of each size the least and the most.
 
-    columns, depth: n and k. weights: elements of rhs, n k; more of them are read at the memory's rate by XLA's kernels,
-    too. Rows of the operands lie within lines of the L2 cache.
+    columns, depth: n and k. weights: elements of rhs, n k. Rows of the operands lie within lines of the L2 cache.
     """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
     depth: tuple[int, int]
     weights: tuple[float, float]
-    rhs_transposed: tuple[bool, ...] = (False, True)
+    layouts: tuple[bool, ...] = (False, True)  # whether rhs is transposed
 
     def holds(self, product: Product) -> bool:
-        """Whether a product is one of them."""
+        """Whether a product is in the range."""
         sizes = product.m, product.n, product.k, product.n * product.k
         limits = self.rows, self.columns, self.depth, self.weights
         within = all(least <= size <= most for size, (least, most) in zip(sizes, limits, strict=True))
-        alike = not product.lhs_transposed and product.rhs_transposed in self.rhs_transposed
-        return within and alike and not _straddling(product)
+        return within and not product.lhs_transposed and product.rhs_transposed in self.layouts
 
 
-#: One row times fewer weights, and an outer product of fewer results, XLA computes element by element, without the
-#: tensor cores: a product of fewer than so many multiplications of elements.
+#: XLA computes one row times fewer weights, and an outer product of fewer results, element by element, without the
+#: tensor cores.
 _XLA_MULTIPLIES = 10_000_000
 
+#: Decoding and small batches, where jaxops' kernel was faster than XLA's (benchmarks/results/matmul_own.csv; in
+#: brackets the geometric mean of the speeds). XLA's kernels, too, read more weights than these at the memory's rate.
 _FEW_ROWS = (
-    FewRows((1, 1), (1024, 8192), (1024, 4096), (1e6, _XLA_MULTIPLIES - 1), rhs_transposed=(False,)),
-    FewRows((1, 1), (2048, 6144), (4096, 14336), (_XLA_MULTIPLIES, 7e7), rhs_transposed=(False,)),
-    FewRows((1, 1), (3072, 14336), (4096, 14336), (_XLA_MULTIPLIES, 7e7), rhs_transposed=(True,)),
-    FewRows((1, 16), (4096, 8192), (1 << 14, 1 << 15), (1e8, 2.7e8)),
-    FewRows((2, 16), (1024, 4095), (1024, 2048), (1e6, 4e6), rhs_transposed=(False,)),
-    FewRows((2, 16), (2048, 4095), (1024, 8192), (4e6, 7e7), rhs_transposed=(False,)),
-    FewRows((2, 16), (4096, 8192), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
-    FewRows((2, 16), (1024, 1279), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
-    FewRows((2, 16), (1280, 4095), (1024, 18432), (1e6, 7e7), rhs_transposed=(True,)),
-    FewRows((2, 16), (4096, 14336), (1024, 14336), (4e6, 7e7), rhs_transposed=(True,)),
-    FewRows((17, 32), (1024, 2048), (1024, 1 << 15), (1e6, 7e7), rhs_transposed=(True,)),
-    FewRows((17, 32), (2049, 4095), (1024, 4096), (1e6, 7e7), rhs_transposed=(True,)),
-    FewRows((17, 32), (2048, 4095), (1024, 14336), (4e6, 7e7), rhs_transposed=(False,)),
-    FewRows((17, 32), (4096, 14336), (1024, 14336), (4e6, 7e7)),
-    FewRows((33, 64), (512, 1024), (1 << 14, 1 << 15), (1e7, 7e7)),
-    FewRows((33, 64), (1024, 14336), (1024, 14336), (4e6, 7e7)),
-    FewRows((65, 128), (1024, 4095), (1024, 8192), (1e6, 7e7)),
-    FewRows((65, 128), (4096, 14336), (1024, 14336), (4e6, 7e7)),
+    FewRows((1, 1), (1024, 8192), (1024, 4096), (1e6, _XLA_MULTIPLIES - 1), layouts=(False,)),  # 2.3
+    FewRows((1, 1), (3072, 6144), (4096, 14336), (_XLA_MULTIPLIES, 7e7)),  # 1.07
+    FewRows((2, 128), (2048, 14336), (1024, 14336), (4e6, 7e7)),  # 1.17
+    FewRows((2, 128), (1024, 4095), (1024, 1536), (1e6, 8e6)),  # 1.24
 )
 
 
@@ -368,13 +353,12 @@ def _straddling(product: Product) -> list[str]:
 def _few_rows_microseconds(product: Product, tile: FewRowsTile, device: Device) -> float:
     """The time that the kernel for few rows is expected to take."""
     weights = product.k * tile.columns * 2  # of a tile, in bytes
-    together = device.multiprocessors * tile.resident
-    rounds, last = divmod(_tiles(product, Plan(tile)), together)
+    rounds, last = divmod(_tiles(product, Plan(tile)), device.multiprocessors)
 
     def one(blocks: int) -> float:
         return max(blocks * weights / (_MEMORY * tile.memory), weights / tile.rate) if blocks else 0
 
-    time = rounds * one(together) + one(last)
+    time = rounds * one(device.multiprocessors) + one(last)
     return _FEW_ROWS_FILL + time / (_ACROSS if "rhs" in _straddling(product) else 1)
 
 
@@ -481,7 +465,7 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
 
 
 def _is_uneven(product: Product) -> bool:
-    """Whether XLA's kernels, of whole k tiles of 64 and with k split in equal parts, suit an aligned product ill."""
+    """Whether k, of a product that is small or long, is no multiple of XLA's k tiles of 64, or of equal parts."""
     m, n, k = product.m, product.n, product.k
     small = min(m, n) >= 64 and max(m, n) <= 2048 and m * n <= 8e5 and 288 <= k <= 16384
     long = min(m, n) >= 8 and m * n <= 1 << 17 and k >= 8192
@@ -489,21 +473,13 @@ def _is_uneven(product: Product) -> bool:
 
 
 def _is_small(product: Product, device: Device, finished: bool) -> bool:
-    """Whether our kernel was faster than XLA's for an aligned product this small, of rows within cache lines."""
-    m, n, k = product.m, product.n, product.k
-    if min(m, n) >= 128 and 1 << 15 <= m * n <= 1 << 18 and 320 <= k <= 2304 and k % 1024 != 0:
-        return True
-    if min(m, n) < 256 or m * n < 1 << 17 or not 384 <= k <= 8192 or (k < 896 and m * n > 768 * 768):
-        return False
-    if k > 3072 and m * n < (1.4e6 if finished else 1 << 18):
+    """Whether one warpgroup a block multiplies the whole product at once, each block one tile."""
+    m, n = product.m, product.n
+    if min(m, n) < 128 or m * n < 1 << 15 or not 384 <= product.k <= 4096:
         return False
     plan = _best_plan(product, device, finished)
-    tile = plan.tile
-    single = tile.rows == 64  # one warpgroup multiplies
-    short = k <= 1280 and (single or (tile.ping_pong and tile.columns == 128))
-    small = short or (single and (tile.columns <= 128 or m < 512 or finished))
-    # All blocks at once, each with one tile.
-    return small and not plan.partials and _tiles(product, plan) * plan.splits <= device.multiprocessors
+    at_once = _tiles(product, plan) * plan.splits <= device.multiprocessors
+    return plan.tile.rows == 64 and not plan.partials and at_once
 
 
 def _tf32_slower_than_xla(product: Product, activation: bool) -> str | None:
@@ -512,18 +488,14 @@ def _tf32_slower_than_xla(product: Product, activation: bool) -> str | None:
     operations, unaligned = 2 * m * n * k, _is_unaligned(product)
     if m < 32 or n < 100 or operations < (1e9 if unaligned else 1e8):
         return "few rows or columns, or a small product, in TF32"
-    if product.lhs_transposed and m * n < 1 << (19 if unaligned else 20):
+    if product.lhs_transposed and (m * n < 1 << 20 or (not unaligned and (product.rhs_transposed or k < 704))):
         return "TF32: lhs would be copied to lie along k, XLA's dot reads it as it lies"
-    if unaligned:
-        return None
-    if product.lhs_transposed:
-        return "TF32: the copy of lhs takes as long as the product" if product.rhs_transposed or k < 704 else None
-    if activation or (operations < 1e11 and m < 16384 and not (_straddling(product) and k > 4096)):
-        return None
+    if unaligned or product.lhs_transposed or activation or operations < 1e11:
+        return None  # 1.3 to 2.2 times XLA's speed if unaligned or transposed, else 1.0 to 2.1
     return "a large product in TF32: XLA's own dot is as fast"
 
 
-def _unaligned_slower_than_xla(product: Product, activation: bool) -> str | None:
+def _unaligned_slower_than_xla(product: Product) -> str | None:
     """Of 16 bits."""
     m, n, k = product.m, product.n, product.k
     operations = 2 * m * n * k
@@ -531,39 +503,32 @@ def _unaligned_slower_than_xla(product: Product, activation: bool) -> str | None
         return "only the result's rows are not aligned to 16 bytes: XLA's own dot is ahead by 5 %"
     along_k = k % 8 != 0 and (not product.lhs_transposed or product.rhs_transposed)
     even = not any(x % 2 for x in (*_columns(product), n))
-    if along_k and k % 2 == 0 and min(m, n) >= 64 and not product.triangle:
-        long = k >= 256 and operations >= (5e7 if even else 1e9)
-        wide = k >= 32 and m * n >= 1 << 24
-        return None if long or wide else "a small product of rows that are not aligned to 16 bytes"
-    copied_once = not (product.lhs_transposed or product.rhs_transposed) and min(m, n) >= 4096 and k >= 512
-    if not along_k and even and not activation and not copied_once:
+    if along_k and k % 2 == 0:  # threads load it in pieces: 1.2 to 2.7 times XLA's speed
+        enough = min(m, n) >= 64 and k >= 96 and operations >= (5e7 if even and k >= 256 else 2e9)
+        return None if enough else "a small product of rows that are not aligned to 16 bytes"
+    if not along_k and even:
         return "rows along m or n that are aligned to 4 bytes: XLA's own dot is ahead"
-    narrow = min(m, n) <= 128 or (k <= 128 and all(_copies(product)))
-    small = "a small or narrow product of rows that are not aligned to 16 bytes"
-    return small if operations < 2e9 or narrow else None
+    if operations >= 2e9 and min(m, n) > 128 and (k > 128 or not all(_copies(product))):
+        return None  # copied: 1.5 to 3.7 times XLA's speed
+    return "a small or narrow product of rows that are not aligned to 16 bytes"
 
 
-def _aligned_slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
-    """Of 16 bits."""
+def _aligned_slower_than_xla(product: Product, device: Device, finished: bool) -> str | None:
+    """Of 16 bits. In brackets: the geometric mean of the speeds there, XLA's being 1."""
     m, n, k = product.m, product.n, product.k
-    across = _straddling(product)
-    if any(few_rows.holds(product) for few_rows in _FEW_ROWS):
+    within_lines = not _straddling(product)
+    if within_lines and any(few_rows.holds(product) for few_rows in _FEW_ROWS):
         return None
-    if not (product.lhs_transposed and product.rhs_transposed):
-        if _is_uneven(product):
-            return None
-        if (activation or not bias) and not across and _is_small(product, device, activation or bias):
-            return None
-    if 1 << 14 <= m * n <= 1 << 15 and min(m, n) >= 64 and k >= 1 << 15 and not across:
-        return None  # k is split
-    if 40 <= n <= 128 and 6144 <= m <= 25600 and k >= 4096 and not (product.lhs_transposed or product.rhs_transposed):
+    if finished and min(m, n) >= 256:  # XLA writes f32 sums, and scales, biases and rounds them in a pass [1.2]
         return None
-    # Two tiles or more for a multiprocessor, or a product so short that its activation takes a third.
-    deepest, large = (2048, 4e6) if across else (8192, 1 << 22)
-    short = k <= 1024 and 1 << 18 <= m * n <= (1 << 19 if across else math.inf)
-    if activation and min(m, n) >= 256 and (short or (k <= deepest and m * n >= large)):
+    if _is_uneven(product):  # [1.7]
         return None
-    if 2 * m * n * k >= 5e12 and (activation or not bias):
+    if within_lines and _is_small(product, device, finished):  # [1.3]
+        return None
+    if within_lines and 1 << 14 <= m * n <= 1 << 15 and min(m, n) >= 64 and k >= 1 << 15:  # k is split [1.2]
+        return None
+    few_columns = 40 <= n <= 128 and 6144 <= m <= 25600 and k >= 4096
+    if few_columns and not (product.lhs_transposed or product.rhs_transposed):  # as of a low-rank adapter [1.2]
         return None
     return "16 bits, aligned: XLA's own dot is ahead by 1 to 5 %, and by more for few rows and some small products"
 
@@ -592,8 +557,8 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
             return "a small product of 8-bit floats"
         return None if any(_copies(product)) else "XLA's own dot is ahead where both operands lie along k"
     if _is_unaligned(product):
-        return _unaligned_slower_than_xla(product, activation)
-    return _aligned_slower_than_xla(product, device, activation, bias)
+        return _unaligned_slower_than_xla(product)
+    return _aligned_slower_than_xla(product, device, activation or bias)
 
 
 def _is_large_outer(product: Product) -> bool:
@@ -638,6 +603,8 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
         return Choice("xla", "a size beyond the 31 bits in which Hopper's kernel counts")
     if _is_large_outer(product):
         return Choice("xla", "alone, its multiplication of elements runs at half of the memory's rate", padded=True)
+    if product.arithmetic == "16bit" and product.lhs_transposed and product.rhs_transposed:
+        return Choice("xla", "both operands of 16 bits are transposed: there is no kernel")
     if why := slower_than_xla(product, device, activation, bias):
         return Choice("xla", why)
     return planned(product, _best_plan(product, device, activation or bias))

@@ -1,10 +1,9 @@
-// 16-bit products of few rows (decoding): rhs, the weights, streams from memory, and that is nearly all the time there
-// is.
+// 16-bit products of few rows (decoding). Nearly all their time goes to streaming rhs, the weights, from memory.
 //
-// A block takes columns of the result, its warps k tiles in turn. Each warp has a ring of its own, which cp.async fills
-// across the block's tiles, and waits for no other until the sums are added. Such a block loads sooner, and ends
-// sooner, than one that fetches what the copy engine is told and sums over a cluster. For the tensor cores the result's
-// columns are rows, 16 at a time, and its rows columns, 16 or 32.
+// A block takes columns of the result, its warps take k tiles in turn. Each warp fills its own ring by cp.async, across
+// the block's tiles, and waits for no other warp until the sums are added. Such a block loads sooner, and ends sooner,
+// than one that fetches descriptors for the copy engine and sums over a cluster. For the tensor cores the result's
+// columns are rows, 16 at a time, and its rows are columns, 16 or 32.
 #ifndef JAXOPS_OPS_MATMUL_FEW_ROWS_CUH_
 #define JAXOPS_OPS_MATMUL_FEW_ROWS_CUH_
 
@@ -24,16 +23,15 @@ namespace jaxops::matmul {
 // The rows of a tile, 16 or 32. In the calling convention, 16 rows select this kernel.
 inline constexpr int kFewRows = 16, kMoreRows = 32;
 
-// kResident: blocks per multiprocessor. A k tile of rhs has 4096 bytes; with 16 columns it has 2048, and with two
-// resident blocks, which have half as many warps, 8192. Where rows of rhs lie along n, the memory is the faster the
-// more of each row is read side by side.
-template <int kRows_, int kColumns_, bool kRhsTransposed_, int kResident_ = 1>
+// A k tile of rhs has 4096 bytes; with 16 columns it has 2048. Where rows of rhs lie along n, the memory is the faster
+// the more of each row is read side by side.
+template <int kRows_, int kColumns_, bool kRhsTransposed_>
 struct FewRowsTile {
-  static constexpr int kRows = kRows_, kColumns = kColumns_, kResident = kResident_;
+  static constexpr int kRows = kRows_, kColumns = kColumns_;
   static constexpr bool kRhsTransposed = kRhsTransposed_;
-  static constexpr int kDepth = std::min(64, kResident * 2048 / kColumns);  // of a k tile
-  static constexpr int kWarps = 8 / kResident, kThreads = kWarps * 32;
-  static constexpr int kStages = (kColumns < 32 ? 5 : 4 / kResident) - (kRows > 16);
+  static constexpr int kDepth = std::min(64, 2048 / kColumns);  // of a k tile
+  static constexpr int kWarps = 8, kThreads = kWarps * 32;
+  static constexpr int kStages = (kColumns < 32 ? 5 : 4) - (kRows > 16);
   static constexpr int kStep = kWarps * kDepth;  // from one k tile of a warp to its next
   static constexpr int kRhsBytes = kColumns * kDepth * 2, kStageBytes = kRhsBytes + kRows * kDepth * 2;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
@@ -41,11 +39,11 @@ struct FewRowsTile {
   // Warps whose sums are in shared memory at once: half where there is no room for all; the others add to these.
   static constexpr int kSummers = kRows > 16 ? kWarps / 2 : kWarps;
   static constexpr int kSharedBytes = kRingBytes + kSummers * kRows * kPitch * 4;
-  static_assert(kResident * (kSharedBytes + 1024) <= 228 << 10);
+  static_assert(kSharedBytes + 1024 <= 228 << 10);
 };
-using FewRowsTiles = Types<FewRowsTile<16, 16, true>, FewRowsTile<16, 32, true>, FewRowsTile<16, 32, false>,
-                           FewRowsTile<16, 64, false>, FewRowsTile<16, 128, false>, FewRowsTile<16, 128, false, 2>,
-                           FewRowsTile<32, 16, true>, FewRowsTile<32, 32, true>, FewRowsTile<32, 32, false>>;
+using FewRowsTiles =
+    Types<FewRowsTile<16, 16, true>, FewRowsTile<16, 32, true>, FewRowsTile<16, 32, false>, FewRowsTile<16, 64, false>,
+          FewRowsTile<32, 16, true>, FewRowsTile<32, 32, true>, FewRowsTile<32, 32, false>>;
 
 // Lines of kPieces times 16 bytes, in an order of the pieces in which the same ones of 8 lines lie in different banks.
 template <int kPieces>
@@ -53,7 +51,7 @@ struct SwizzledLines {
   static constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // lines that lie side by side in the banks
   static constexpr int Turn(int line) { return line / kTogether % (kPieces < 8 ? kPieces : 8) * 16; }
   // In bytes. Place(line + lines, piece + pieces), of multiples of powers of two above line and piece, is
-  // (Place(line, piece) ^ Turn(lines) ^ 16 pieces) + Lines(lines): constants but for the lane's place.
+  // (Place(line, piece) ^ Turn(lines) ^ 16 pieces) + Lines(lines): constants except the lane's place.
   static __device__ uint32_t Place(int line, int piece) { return Lines(line) + (piece * 16 ^ Turn(line)); }
   static constexpr int Lines(int lines) { return lines * kPieces * 16; }
 };
@@ -153,7 +151,7 @@ class FewRowsLoader {
 // Rows of both operands begin at multiples of 16 bytes. wide_out: results are f32. columns: tiles of a row of the
 // result; tiles: of all.
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     FewRowsMatmul(const __grid_constant__ Problem p, bool wide_out, uint32_t columns, uint32_t tiles) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Loader = FewRowsLoader<T, Tile>;
@@ -254,16 +252,13 @@ cudaError_t LaunchFewRows(cudaStream_t stream, const Problem& p, bool wide_out, 
   const int64_t columns = (p.n + tile_columns - 1) / tile_columns, tiles = columns * p.batches;
   if (tiles > std::numeric_limits<int32_t>::max()) return cudaErrorNotSupported;
   const int rows = p.m <= kFewRows ? kFewRows : kMoreRows;
-  // Rather two blocks at once than one after the other: then more columns are read side by side.
-  const int resident = tile_columns == 128 && tiles > multiprocessors ? 2 : 1;
   return First(
       FewRowsTiles{}, cudaErrorNotSupported,
       [=, &p]<class Tile> {
-        return Tile::kRows == rows && Tile::kColumns == tile_columns && Tile::kRhsTransposed == p.rhs_transposed &&
-               Tile::kResident == resident;
+        return Tile::kRows == rows && Tile::kColumns == tile_columns && Tile::kRhsTransposed == p.rhs_transposed;
       },
       [=, &p]<class Tile> {
-        const Grid grid = {std::min<int64_t>(tiles, multiprocessors * resident), Tile::kThreads, 1, Tile::kSharedBytes};
+        const Grid grid = {std::min<int64_t>(tiles, multiprocessors), Tile::kThreads, 1, Tile::kSharedBytes};
         return Launch(stream, FewRowsMatmul<T, Tile>, grid, p, wide_out, static_cast<uint32_t>(columns),
                       static_cast<uint32_t>(tiles));
       });

@@ -6,7 +6,7 @@
 #include "ops/matmul/mma.cuh"
 #include "ops/matmul/operand_copy.cuh"
 #include "ops/matmul/simt.cuh"
-#include "ops/matmul/wgmma_launch.h"
+#include "ops/matmul/wgmma.h"
 
 namespace jaxops {
 namespace {

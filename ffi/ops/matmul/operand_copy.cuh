@@ -9,7 +9,7 @@
 #include "core/launch.cuh"
 #include "core/types.cuh"
 #include "core/vector_store.cuh"
-#include "ops/matmul/wgmma_launch.h"
+#include "ops/matmul/wgmma.h"
 
 namespace jaxops::matmul {
 

@@ -1,5 +1,8 @@
-// The way of the tensor cores' sums to memory: bias, activation, rounding, and through shared memory to the copy
-// engine.
+// matmul on Hopper's tensor cores: how sums in registers become results in memory.
+//
+// ResultStore scales, biases, activates and rounds the sums, and puts them into shared memory for the copy engine.
+// Unaligned rows go out through RowWindows, turned products through TurnedStore. SumPartials adds the partial results
+// of a split k.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_STORE_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_STORE_CUH_
 
@@ -8,13 +11,165 @@
 
 #include "core/async_copy.cuh"
 #include "core/types.cuh"
+#include "core/vector_store.cuh"
 #include "hopper/barrier.cuh"
 #include "hopper/tensor_copy.cuh"
 #include "ops/matmul/epilogue.cuh"
-#include "ops/matmul/wgmma_rows.cuh"
 #include "ops/matmul/wgmma_work.cuh"
 
 namespace jaxops::matmul {
+
+// 16 rows of a tile, on their way through shared memory in windows of 128 bytes. There, a row begins as many bytes
+// behind a multiple of 16 (its shift) as in memory. So whole pieces of 16 bytes can be stored, and single elements only
+// at the row's two ends. A row has two windows in turn: a piece that reaches beyond one is stored with the next. Rows
+// whose numbers differ by 8 have the same shift.
+template <class U>
+class RowWindows {
+ public:
+  static constexpr int kRows = 16, kWindow = 128, kColumns = kWindow / sizeof(U);
+  static constexpr int kStagingBytes = kRows * 2 * kWindow;
+
+  RowWindows() = default;
+  // staging: kStagingBytes, aligned to 256; out: where the first row's part in the tile begins; n: elements from row to
+  // row; rows, columns: that there are.
+  __device__ RowWindows(uint32_t staging, U* out, int64_t n, int rows, int columns, uint32_t lane)
+      : staged_row_(staging + lane / 4 * kRowBytes),
+        piece_row_(staging + lane / 8 * kRowBytes),
+        pieces_(lane / 8 * kPiece + lane % 8 * kPiece),
+        bytes_(columns * kBytes),
+        rows_(rows - static_cast<int>(lane / 8)),
+        eight_rows_(8 * n * kBytes) {
+    const uintptr_t start = reinterpret_cast<uintptr_t>(out);
+    const int64_t pitch = n * kBytes;
+    words_ = (start | pitch) % 4 == 0;
+    staged_ = lane / 4 * kPiece + lane % 4 * 2 * kBytes + (start + lane / 4 * pitch) % kPiece;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      to_[i] = start + (i * 4 + lane / 8) * pitch;
+      shift_[i] = static_cast<int>(to_[i] % kPiece);
+      to_[i] -= shift_[i];
+    }
+  }
+
+  // Stores the next window's columns; z: the thread's sums of them, in the order of MultiplyAdd; last: of the rows.
+  template <int kCount>
+  __device__ void Store(int window, const float (&z)[kCount], bool last, uint32_t lane) const {
+    static_assert(kCount * 2 == kColumns);
+    const uint32_t first = window * kWindow;
+    __syncwarp();  // the window before has been read
+    bool staged = false;
+    if constexpr (kBytes == 2) {
+      if (words_) StagePairs(first, z);
+      staged = words_;
+    }
+    if (!staged) {
+      StageElements<0>(first, z);
+      StageElements<1>(first, z);
+    }
+    __syncwarp();
+    StorePieces(first, lane);
+    if (window == 0) StoreEnds<false>(lane);
+    if (last) StoreEnds<true>(lane);
+  }
+
+ private:
+  static constexpr int kBytes = sizeof(U), kPiece = 16, kRowBytes = 2 * kWindow;
+
+  // Where byte `at` of a row lies, whose windows begin at `row`. Rows are turned, each by 16 bytes more, so that
+  // threads use all banks of shared memory; `at` counts that, too.
+  static __device__ uint32_t Turned(uint32_t row, uint32_t at) { return row | (at % kRowBytes); }
+
+  template <int kCount>
+  __device__ void StagePairs(uint32_t first, const float (&z)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const uint32_t place = Turned(staged_row_, staged_ + first + i * 2 * kBytes);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        StoreShared(place + half * 8 * kRowBytes, ToPack<U, 2>([&](int j) { return z[i + half * 2 + j]; }).words[0]);
+    }
+  }
+  template <int kElement, int kCount>
+  __device__ void StageElements(uint32_t first, const float (&z)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const uint32_t place = Turned(staged_row_, staged_ + kElement * kBytes + first + i * 2 * kBytes);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float value = z[i + half * 2 + kElement];
+        if constexpr (kBytes == 4) {
+          StoreShared(place + half * 8 * kRowBytes, __float_as_uint(value));
+        } else {
+          StoreShared(place + half * 8 * kRowBytes,
+                      static_cast<uint16_t>(ToPack<U, 2>([&](int) { return value; }).words[0]));
+        }
+      }
+    }
+  }
+
+  // A lane stores its piece of each fourth row.
+  __device__ void StorePieces(uint32_t first, uint32_t lane) const {
+    uint4 pieces[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      pieces[i] = LoadPiece(Turned(piece_row_, pieces_ + i % 2 * 4 * kPiece + first) + i * 4 * kRowBytes);
+    const int at = first + lane % 8 * kPiece;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int inside = at - shift_[i % 2];
+      if (inside >= 0 && inside + kPiece <= bytes_ && i * 4 < rows_)
+        StoreVector(reinterpret_cast<uint4*>(to_[i % 2] + at + i / 2 * eight_rows_), pieces[i]);
+    }
+  }
+
+  // What of the first or last piece of each row is the tile's: a lane has an element of some rows.
+  template <bool kLast>
+  __device__ void StoreEnds(uint32_t lane) const {
+    constexpr uint32_t kElements = kPiece / kBytes;
+    if (kElements < 8 && lane % 8 >= kElements) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int shift = shift_[i % 2], end = shift + bytes_, piece = kLast ? end & -kPiece : 0;
+      const int at = piece + lane % 8 * kBytes;
+      const bool partial = kLast ? piece > 0 || shift == 0 : shift > 0;  // a short row's only piece is the first
+      if (!partial || at < shift || at >= end || i * 4 >= rows_) continue;
+      const uint32_t turned = lane / 8 * kPiece + i % 2 * 4 * kPiece;
+      Copy(to_[i % 2] + at + i / 2 * eight_rows_, Turned(piece_row_, turned + at) + i * 4 * kRowBytes);
+    }
+  }
+  static __device__ void Copy(uintptr_t to, uint32_t from) {
+    const size_t address = __cvta_generic_to_global(reinterpret_cast<void*>(to));
+    if constexpr (kBytes == 4) {
+      asm volatile("{\n.reg .b32 e;\nld.shared.b32 e, [%1];\nst.global.b32 [%0], e;\n}" ::"l"(address), "r"(from)
+                   : "memory");
+    } else {
+      asm volatile("{\n.reg .b16 e;\nld.shared.b16 e, [%1];\nst.global.b16 [%0], e;\n}" ::"l"(address), "r"(from)
+                   : "memory");
+    }
+  }
+
+  static __device__ void StoreShared(uint32_t place, uint32_t word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(word) : "memory");
+  }
+  static __device__ void StoreShared(uint32_t place, uint16_t half) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(place), "h"(half) : "memory");
+  }
+  static __device__ uint4 LoadPiece(uint32_t place) {
+    uint4 piece;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+                 : "r"(place)
+                 : "memory");
+    return piece;
+  }
+
+  uint32_t staged_row_, staged_;  // the thread's first two elements: their row's windows, their place
+  uint32_t piece_row_, pieces_;   // the lane's pieces
+  uintptr_t to_[2];               // of its first two rows, aligned
+  int shift_[2], bytes_, rows_;
+  int64_t eight_rows_;
+  bool words_;  // all rows are aligned to 4 bytes
+};
 
 // Group `index` of kSize sums, chosen at run time by halving: indices into registers must be constants.
 template <int kFirst, int kCount, int kBlocks, int kSums, int kSize>
@@ -102,8 +257,9 @@ class ResultStore {
     return p.scale ? static_cast<const float*>(p.scale)[p.batches > 1 ? p.batch.At(work.batch).scale : 0] : 1;
   }
 
-  // The buffer to fill next, of all warps, each of which has 16 of its rows; once the warp's part is free. Counted
-  // across tiles: never the one that was handed out last. kAhead: buffers acquired before it and not yet handed out.
+  // Waits until the warp's part of the next buffer is free, and returns that buffer, in which each warp has 16 rows.
+  // The count goes on across tiles: the buffer is never the one handed out last. kAhead: buffers acquired before it and
+  // not yet handed out.
   template <int kAhead = 0>
   __device__ uint32_t Acquire() {
     const uint32_t buffer = staging_ + next_ * kBlockBytes;
@@ -267,6 +423,124 @@ class ResultStore {
   const int warpgroup_;
   uint32_t next_ = 0;
 };
+
+// A thread's way from sums of a tile to memory. It has pairs of adjacent columns (2 i + h, h = column) in two adjacent
+// rows, every 8 rows. The result's rows are aligned to 16 bytes, because the rows of rhs are.
+template <class P>
+class TurnedStore {
+ public:
+  // Before the sums are ready: fetches the bias of the thread's columns, if it is the same for all rows. column: the
+  // first of them.
+  __device__ TurnedStore(const Problem& p, const WgmmaWork& work, int column)
+      : p_(p), work_(work), row_(work.row + threadIdx.x % 4 * 2), column_(column) {
+    if (p.scale) scale_ = static_cast<const float*>(p.scale)[p.batch.At(work.batch).scale];
+    if (column < p.n && p.bias && p.bias_row_stride == 0) bias_ = make_float2(*Bias(0, 0), *Bias(0, 1));
+  }
+
+  template <int kSums>
+  __device__ void Store(const float (&sums)[1][kSums]) const {
+    if (column_ >= p_.n) return;
+    const int64_t first = (int64_t{work_.slice} * p_.m + row_) * p_.n + column_;
+    const bool same = p_.bias_row_stride == 0;  // the bias, for all rows
+    if (!p_.preactivation && p_.activation == Activation::kNone && same) {
+      // Without this sum ptxas would move all sums in each k tile, to and from the pairs of registers that are stored.
+      StoreGroups<kSums>(p_.out, first, 0,
+                         [&](int i) { return fmaf(sums[0][i], scale_, i % 4 < 2 ? bias_.x : bias_.y); });
+      return;
+    }
+    constexpr int kAtOnce = kSums == 128 ? 8 : 16;  // measured: more code takes longer, less has less to do at a time
+#pragma unroll 1
+    for (int step = 0; step < kSums / kAtOnce; ++step) {
+      float z[kAtOnce];
+      SelectGroup<0, kSums / kAtOnce>(sums, step, z);
+      const int group = step * kAtOnce / 4;
+      if (same) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) z[i] = fmaf(z[i], scale_, i % 4 < 2 ? bias_.x : bias_.y);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) z[i] = fmaf(z[i], scale_, *Bias((group + i / 4) * 8 + i % 2, i % 4 / 2));
+      }
+      if (p_.preactivation) StoreGroups<kAtOnce>(p_.preactivation, first, group, [&](int i) { return z[i]; });
+      Activate<P::template kAccuracy<float>>(p_.activation, z);
+      StoreGroups<kAtOnce>(p_.out, first, group, [&](int i) { return z[i]; });
+    }
+  }
+
+ private:
+  // The bias of a row and a column, counted from the first ones.
+  __device__ const float* Bias(int row, int column) const {
+    return static_cast<const float*>(p_.bias) + p_.batch.At(work_.batch).bias +
+           min(int64_t{row_ + row}, p_.m - 1) * p_.bias_row_stride + (column_ + column) * p_.bias_column_stride;
+  }
+  // kCount values, of groups of 8 rows from `group` on.
+  template <int kCount, class Value>
+  __device__ void StoreGroups(void* target, int64_t first, int group, const Value& value) const {
+    float* const out = static_cast<float*>(target) + first + group * 8 * p_.n;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        if (row_ + (group + i) * 8 + j < p_.m)
+          StoreVector(reinterpret_cast<float2*>(out + (i * 8 + j) * p_.n),
+                      make_float2(value(4 * i + j), value(4 * i + 2 + j)));
+  }
+
+  const Problem& p_;
+  const WgmmaWork& work_;
+  const int row_, column_;
+  float scale_ = 1;
+  float2 bias_ = {};
+};
+
+// out = activation(the sum of the partial results, in order, + bias). A block takes 32 packs of 4 adjacent elements; a
+// warp sums every 8th partial result, the first warp their sums. row_packs, rows: packs of a row, rows of a matrix.
+inline constexpr int kPartialCount = 4, kPartialWarps = 8;
+template <class U>
+__global__ void __launch_bounds__(kPartialWarps * 32)
+    SumPartials(const Problem p, const Divisor32 row_packs, const Divisor32 rows, const float* partials, int splits) {
+  constexpr int kAtOnce = 8;  // loads of a thread under way
+  __shared__ float4 sums[kPartialWarps][32];
+  const int64_t size = p.batches * p.m * p.n;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t index = blockIdx.x * 32 + lane, line = row_packs.Divide(index), batch = rows.Divide(line);
+  const int64_t column = (index - line * row_packs.divisor) * int64_t{kPartialCount};
+  const bool inside = line < p.batches * p.m;
+  float4 sum = {};
+  if (inside) {
+    const float* const from = partials + line * p.n + column;
+    for (int first = warp; first < splits; first += kAtOnce * kPartialWarps) {
+      float4 parts[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        float4& part = parts[i] = {};
+        if (first + i * kPartialWarps >= splits) continue;
+        const float* const values = from + (first + i * kPartialWarps) * size;
+        if (p.n % kPartialCount == 0) {
+          part = *reinterpret_cast<const float4*>(values);
+        } else {
+          part.x = values[0];
+          if (column + 1 < p.n) part.y = values[1];
+          if (column + 2 < p.n) part.z = values[2];
+          if (column + 3 < p.n) part.w = values[3];
+        }
+      }
+#pragma unroll
+      for (const float4& part : parts)
+        sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+    }
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp > 0 || !inside) return;
+#pragma unroll
+  for (int i = 1; i < kPartialWarps; ++i) {
+    const float4 add = sums[i][lane];
+    sum = make_float4(sum.x + add.x, sum.y + add.y, sum.z + add.z, sum.w + add.w);
+  }
+  const float values[kPartialCount] = {sum.x, sum.y, sum.z, sum.w};
+  StoreRow<U>(p, batch, p.batch.At(batch), line - batch * rows.divisor, column, values);
+}
 
 }  // namespace jaxops::matmul
 

@@ -1,4 +1,17 @@
-// What the blocks of the tensor cores' kernel do: tiles of the result, kinds of product, and who takes which tile when.
+// matmul on Hopper's tensor cores (wgmma): the tiles, the work of a block, and the ring of stages that a block's warps
+// share. Read the files of the kernel in this order: wgmma_work, wgmma_load, wgmma_compute, wgmma_store, wgmma_launch.
+//
+// A block has one warpgroup that loads and one or two that multiply. Tiles of the operands pass through a ring of
+// stages in shared memory. A `full` barrier says that a stage has arrived, an `empty` one that it may be filled again.
+// Blocks are persistent. They take tiles of the result in turn, in bands of tile rows that go back and forth, so that
+// blocks which run together share operands in the L2 cache.
+//
+// Two warpgroups that multiply work in one of two ways. Cooperative: each takes half of a tile's rows. Ping-pong: each
+// takes whole tiles, and stores one while the other multiplies.
+//
+// k may be split in parts. Their sums are added in a fixed order: by the first block of a cluster, after
+// the others have sent them to its shared memory; or, if there are many parts, by a kernel that reads f32 partial
+// results from memory.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_WORK_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_WORK_CUH_
 
@@ -15,7 +28,7 @@
 #include "hopper/wgmma.cuh"
 #include "ops/matmul/epilogue.cuh"
 #include "ops/matmul/problem.h"
-#include "ops/matmul/wgmma_launch.h"
+#include "ops/matmul/wgmma.h"
 
 namespace jaxops::matmul {
 
@@ -26,8 +39,8 @@ using hopper::Major;
 
 enum class Schedule { kCooperative, kPingPong };
 
-// The result's tile of one block, the warpgroups that multiply, and the stages of the ring. Tiles for few rows are for
-// lhs along k alone. kParts: tiles of each operand in a stage.
+// The result's tile of one block, the warpgroups that multiply, and the stages of the ring. kParts: tiles of each
+// operand in a stage.
 template <int kRows_, int kColumns_, int kMultipliers_, int kStages_, Schedule kSchedule_ = Schedule::kCooperative,
           int kStaging_ = 2, int kParts_ = 1>
 struct WgmmaTile {
@@ -35,7 +48,6 @@ struct WgmmaTile {
   static constexpr int kParts = kParts_;
   static constexpr bool kPingPong = kSchedule_ == Schedule::kPingPong;
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
-  static constexpr bool kFewRows = kColumns > 3 * kRows;
   static constexpr int kBlocks = kRows / 64 / (kPingPong ? 1 : kMultipliers);  // of 64 rows, a warpgroup
   // Else the copy engine stores results: with a whole tile's sums of a warpgroup in registers there is no room for
   // more.
@@ -66,7 +78,7 @@ struct Product {
   static constexpr bool kPromotes = kPromotes_, kInParts = kInParts_;
   static constexpr int kDepth = hopper::kBoxRowBytes / sizeof(T) * (kInParts ? 2 : 1);  // of a k tile
   static constexpr bool kTakesPieces = sizeof(T) == 2;                                  // operands that threads load
-  static constexpr bool kTurned = sizeof(T) == 4 && kRhs == Major::kSpace;              // see wgmma_turned.cuh
+  static constexpr bool kTurned = sizeof(T) == 4 && kRhs == Major::kSpace;              // see wgmma_compute.cuh
   using Result = WgmmaResult<T>;
   // Of the activations of results of type U.
   template <class U>
@@ -126,22 +138,22 @@ struct Raster {
         last_band_rows((rows - 1) % band_rows + 1) {}
 };
 
-// An operand that threads load (wgmma_pieces.cuh): [slices, rows, row_bytes] without gaps.
+// An operand that threads load (wgmma_load.cuh): [slices, rows, row_bytes] without gaps.
 struct OperandInPieces {
   const uint8_t* data;
   int64_t slice_bytes;
   int rows, row_bytes;
 };
 
-// Where an operand's last tiles begin, if they reach beyond its rows: of these only those are loaded that there are, as
-// others would take longer than they do. bytes: that are not loaded.
+// Where an operand's last tiles begin, if they reach beyond its rows. Only rows that exist are loaded: loads of others
+// would take longer. bytes: how many fewer.
 struct TileEdge {
   int first = std::numeric_limits<int>::max();
   int bytes = 0;
 };
 
-// What a block needs before its first load comes first and lies together: each part of the arguments is fetched when it
-// is first read, for hundreds of cycles.
+// The fields that a block needs before its first load come first and lie together: each part of the arguments is
+// fetched when it is first read, which takes hundreds of cycles.
 struct WgmmaArguments {
   Raster raster;
   int parts;  // 1, or the splits of k: a cluster's blocks each have a part of a tile
@@ -228,8 +240,8 @@ class WgmmaWorks {
     return work;
   }
 
-  // Of lhs, what lies above the diagonal need not be multiplied. One k tile, of zeros perhaps, remains: sums that began
-  // as zeros instead would make ptxas serialise the products.
+  // Entries of lhs above the diagonal need not be multiplied. One k tile, perhaps of zeros, remains: sums that began as
+  // zeros instead would make ptxas serialise the products.
   __device__ void SkipZeros(WgmmaWork& work) const {
     if (arguments_.lhs_transposed) {
       work.first = min(max(work.first, work.row / P::kDepth), work.last - 1);
@@ -237,12 +249,46 @@ class WgmmaWorks {
       work.last = max(min(work.last, (work.row + Tile::kRows + P::kDepth - 1) / P::kDepth), work.first + 1);
     }
   }
-  // Of the result, what lies above the diagonal need not be there.
+  // Entries of the result above the diagonal need not be written.
   __device__ bool IsLeftOut(const WgmmaWork& work) const {
     return arguments_.triangle == Triangle::kResult && work.column >= work.row + Tile::kRows;
   }
 
   const WgmmaArguments& arguments_;
+};
+
+// The place in the ring: stages come round, and with each round the parity of their barriers' phase changes.
+template <class Tile>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Advance() {
+    if (++stage == Tile::kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ void Skip(int count) {
+    const int next = stage + count;
+    parity ^= next / Tile::kStages & 1;
+    stage = next % Tile::kStages;
+  }
+};
+
+template <class Tile>
+struct Ring {
+  uint32_t stages, barriers;
+
+  __device__ uint32_t Lhs(int stage, int part = 0) const {
+    return stages + stage * Tile::kStageBytes + part * Tile::kLhsBytes;
+  }
+  __device__ uint32_t Rhs(int stage, int part = 0) const { return Lhs(stage, Tile::kParts) + part * Tile::kRhsBytes; }
+  __device__ Barrier Full(int stage) const { return {barriers + stage * 8}; }
+  __device__ Barrier Empty(int stage) const { return {barriers + (Tile::kStages + stage) * 8}; }
+  // For SumCluster: the first part's ring is free for the other parts' sums; these have arrived.
+  __device__ Barrier Free() const { return Empty(Tile::kStages); }
+  __device__ Barrier Sums() const { return Empty(Tile::kStages + 1); }
 };
 
 }  // namespace jaxops::matmul

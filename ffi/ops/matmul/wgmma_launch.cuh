@@ -1,64 +1,99 @@
-// Launches of the tensor cores' kernel: which tiles there are, what the copy engine is told, partial results summed.
-#ifndef JAXOPS_OPS_MATMUL_WGMMA_TILES_CUH_
-#define JAXOPS_OPS_MATMUL_WGMMA_TILES_CUH_
+// matmul on Hopper's tensor cores: the kernel, and its launches.
+#ifndef JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_CUH_
+#define JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_CUH_
 
 #include <algorithm>
 #include <cstdint>
 
 #include "core/launch.cuh"
-#include "ops/matmul/epilogue.cuh"
-#include "ops/matmul/wgmma.cuh"
-#include "ops/matmul/wgmma_launch.h"
+#include "core/shared_memory.cuh"
+#include "hopper/barrier.cuh"
+#include "hopper/tensor_copy.cuh"
+#include "ops/matmul/wgmma.h"
+#include "ops/matmul/wgmma_compute.cuh"
+#include "ops/matmul/wgmma_load.cuh"
+#include "ops/matmul/wgmma_store.cuh"
+#include "ops/matmul/wgmma_work.cuh"
+
+#if __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "wgmma needs sm_90a: for sm_90 WgmmaMatmul would be empty, and launched on Hopper all the same"
+#endif
 
 namespace jaxops::matmul {
 
-// out = activation(the sum of the partial results, in order, + bias). A block takes 32 packs of 4 adjacent elements; a
-// warp sums every 8th partial result, the first warp their sums. row_packs, rows: packs of a row, rows of a matrix.
-inline constexpr int kPartialCount = 4, kPartialWarps = 8;
-template <class U>
-__global__ void __launch_bounds__(kPartialWarps * 32)
-    SumPartials(const Problem p, const Divisor32 row_packs, const Divisor32 rows, const float* partials, int splits) {
-  constexpr int kAtOnce = 8;  // loads of a thread under way
-  __shared__ float4 sums[kPartialWarps][32];
-  const int64_t size = p.batches * p.m * p.n;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const uint32_t index = blockIdx.x * 32 + lane, line = row_packs.Divide(index), batch = rows.Divide(line);
-  const int64_t column = (index - line * row_packs.divisor) * int64_t{kPartialCount};
-  const bool inside = line < p.batches * p.m;
-  float4 sum = {};
-  if (inside) {
-    const float* const from = partials + line * p.n + column;
-    for (int first = warp; first < splits; first += kAtOnce * kPartialWarps) {
-      float4 parts[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        float4& part = parts[i] = {};
-        if (first + i * kPartialWarps >= splits) continue;
-        const float* const values = from + (first + i * kPartialWarps) * size;
-        if (p.n % kPartialCount == 0) {
-          part = *reinterpret_cast<const float4*>(values);
-        } else {
-          part.x = values[0];
-          if (column + 1 < p.n) part.y = values[1];
-          if (column + 2 < p.n) part.z = values[2];
-          if (column + 3 < p.n) part.w = values[3];
+// Registers per thread: a block's warpgroups share 65,536, in steps of 8. With a single warpgroup that multiplies there
+// are enough without moving any.
+inline constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
+
+template <class Tile, class P>
+__global__ void __launch_bounds__(Tile::kThreads, 1) WgmmaMatmul(const __grid_constant__ WgmmaArguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if (arguments.unfit && *arguments.unfit) return;
+  extern __shared__ uint8_t shared[];
+  const uint32_t stages = (SharedAddress(shared) + 1023) & ~1023u;
+  const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes;
+  const Ring<Tile> ring = {stages, staging + Tile::kMultipliers * Tile::kStagingBytes};
+  const uint32_t bias = ring.barriers + Tile::kBarrierBytes;
+  // Multipliers wait until the ring's barriers are ready; the loader does not wait for them, as its code, run for the
+  // first time, comes slowly. Barriers 1, 2, 4, 5: SyncTile, turns.
+  constexpr int kReady = 6;
+  const bool in_pieces = P::kTakesPieces && arguments.in_pieces();
+  const int ready_threads = (in_pieces ? kWarpgroup : 32) + Tile::kMultipliers * kWarpgroup;
+  constexpr int kReleases = 4 * (Tile::kPingPong ? 1 : Tile::kMultipliers);  // of a stage: a warp each
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler knows that it is the same for all lanes
+  const int warpgroup = warp / 4;
+  const bool summed = Tile::kMostParts > 1 && arguments.summed(), in_cluster = summed || arguments.paired();
+  if (warpgroup == 0) {
+    if (warp == 0) {
+      if (hopper::ElectLane()) {
+        if (!arguments.lhs_piece) hopper::Prefetch(arguments.lhs);
+        if (!arguments.rhs_piece) hopper::Prefetch(arguments.rhs);
+        if (arguments.lhs_edge.bytes) hopper::Prefetch(arguments.lhs_at_edge);
+        if (arguments.rhs_edge.bytes) hopper::Prefetch(arguments.rhs_at_edge);
+        for (int stage = 0; stage < Tile::kStages; ++stage) {
+          ring.Full(stage).Initialize(in_pieces ? 1 + kWarpgroup : 1);
+          ring.Empty(stage).Initialize(kReleases << arguments.paired());
         }
+        if (summed) {
+          ring.Free().Initialize(4 * Tile::kMultipliers);
+          ring.Sums().Initialize(1);
+          ring.Sums().ArriveAndExpect((arguments.parts - 1) * Tile::kSumBytes);
+        }
+        hopper::FenceBarriers();
       }
-#pragma unroll
-      for (const float4& part : parts)
-        sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+      __syncwarp();
+      hopper::NamedArrive(kReady, ready_threads);
+    } else if (in_pieces) {
+      hopper::NamedSync(kReady, ready_threads);
+    }
+    if (in_cluster) hopper::ClusterArrive();
+    if (arguments.paired()) hopper::ClusterWait();  // the other block's barriers are ready
+    if constexpr (Tile::kMultipliers == 2) hopper::ReleaseRegisters<kLoaderRegisters>();
+    if (in_pieces) {
+      if constexpr (P::kTakesPieces) LoadAllInPieces<Tile, P>(arguments, ring, warp);
+    } else if (warp == 0) {
+      if constexpr (P::kInParts) {
+        LoadParts<Tile, P>(arguments, ring);
+      } else {
+        LoadAll<Tile, P>(arguments, ring);
+      }
+    }
+    if (summed) hopper::ClusterWait();  // needs nothing of others; but racecheck hangs if a thread never waits
+  } else {
+    if (in_cluster) hopper::ClusterArrive();
+    hopper::NamedSync(kReady, ready_threads);
+    if (arguments.paired()) hopper::ClusterWait();
+    if constexpr (Tile::kMultipliers == 2) hopper::AcquireRegisters<kMultiplierRegisters>();
+    if (arguments.boxes_out && warp == 4 && hopper::ElectLane()) hopper::Prefetch(arguments.out);
+    if constexpr (P::kInParts) {
+      MultiplyParts<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
+    } else if constexpr (P::kTurned) {
+      MultiplyTurned<Tile, P>(arguments, ring, warpgroup - 1);
+    } else {
+      MultiplyAll<Tile, P>(arguments, ring, staging + (warpgroup - 1) * Tile::kStagingBytes, bias, warpgroup - 1);
     }
   }
-  sums[warp][lane] = sum;
-  __syncthreads();
-  if (warp > 0 || !inside) return;
-#pragma unroll
-  for (int i = 1; i < kPartialWarps; ++i) {
-    const float4 add = sums[i][lane];
-    sum = make_float4(sum.x + add.x, sum.y + add.y, sum.z + add.z, sum.w + add.w);
-  }
-  const float values[kPartialCount] = {sum.x, sum.y, sum.z, sum.w};
-  StoreRow<U>(p, batch, p.batch.At(batch), line - batch * rows.divisor, column, values);
+#endif
 }
 
 template <class T>
@@ -96,7 +131,6 @@ inline OperandInPieces InPieces(const WgmmaOperand& operand, int64_t rows) {
 }
 
 template <class Tile, class P>
-  requires(!Tile::kFewRows || P::kLhs == Major::kDepth)
 cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
   using T = typename P::T;  // other 8-bit floats of rhs are all the same to the copy engine
   const bool split = plan.partials != nullptr, wide = split || plan.wide_out;
@@ -188,12 +222,6 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
                 Divisor32(static_cast<uint32_t>(p.m)), plan.partials, plan.splits);
 }
 
-// Rows along m are loaded 64 at a time, and not for few of them.
-template <class Tile, class P>
-cudaError_t LaunchTile(cudaStream_t, const Problem&, const WgmmaPlan&) {
-  return cudaErrorNotSupported;
-}
-
 // The tile of the plan among Tiles.
 template <class P, class... Tiles>
 cudaError_t LaunchPlanned(Types<Tiles...>, cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
@@ -204,21 +232,24 @@ cudaError_t LaunchPlanned(Types<Tiles...>, cudaStream_t stream, const Problem& p
   return status;
 }
 
-using WgmmaTiles =
-    Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<64, 192, 1, 6>, WgmmaTile<64, 256, 1, 4>,
-          WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
-          WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 4>, WgmmaTile<128, 256, 2, 4>>;
-// Promoted sums take twice the registers, those of operands in parts three times.
-template <int kRows, int kColumns, int kMultipliers, int kStages>
-using PartsTile = WgmmaTile<kRows, kColumns, kMultipliers, kStages, Schedule::kCooperative, 2, 2>;
-using PartsTiles = Types<PartsTile<64, 128, 1, 4>, PartsTile<128, 128, 2, 3>>;
-template <int kRows, int kColumns, int kStages>
-using TurnedTile = WgmmaTile<kRows, kColumns, kColumns / 64, kStages, Schedule::kCooperative, 0>;
-using TurnedTiles = Types<TurnedTile<64, 64, 12>, TurnedTile<128, 64, 8>, TurnedTile<128, 128, 6>,
-                          TurnedTile<192, 128, 5>, TurnedTile<256, 128, 4>>;
-using PromotedTiles =
-    Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 192, 2, 4>>;
+using Tiles16Bit = Types<WgmmaTile<64, 64, 1, 12>, WgmmaTile<64, 128, 1, 8>, WgmmaTile<64, 192, 1, 6>,
+                         WgmmaTile<128, 128, 2, 6>, WgmmaTile<128, 128, 2, 6, Schedule::kPingPong>,
+                         WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 4>, WgmmaTile<128, 256, 2, 4>>;
+
+// 16-bit operands, each along k or its other axis; not both transposed.
+template <class T>
+cudaError_t Launch16Bit(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
+  constexpr Major kDepth = Major::kDepth, kSpace = Major::kSpace;
+  if (plan.in_parts || plan.promote) return cudaErrorNotSupported;
+  const auto launch = [&]<Major kLhs, Major kRhs> {
+    return LaunchPlanned<Product<T, T, kLhs, kRhs>>(Tiles16Bit{}, stream, p, plan);
+  };
+  if (!plan.rhs.transposed)
+    return plan.lhs.transposed ? launch.template operator()<kSpace, kSpace>()
+                               : launch.template operator()<kDepth, kSpace>();
+  return plan.lhs.transposed ? cudaErrorNotSupported : launch.template operator()<kDepth, kDepth>();
+}
 
 }  // namespace jaxops::matmul
 
-#endif  // JAXOPS_OPS_MATMUL_WGMMA_TILES_CUH_
+#endif  // JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_CUH_

@@ -1,6 +1,6 @@
 // The tensor cores' kernel for each pair of operand types, compiled apart.
-#ifndef JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_H_
-#define JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_H_
+#ifndef JAXOPS_OPS_MATMUL_WGMMA_H_
+#define JAXOPS_OPS_MATMUL_WGMMA_H_
 
 #include <cuda_bf16.h>
 
@@ -12,10 +12,10 @@
 
 namespace jaxops::matmul {
 
-// An f32 operand in parts (SplitOperand): matrices that are stored for each of its own, the side of the blocks that are
-// scaled each by its own number, and what low parts are to be multiplied by.
-inline constexpr int kSplitSlices = 3, kSplitBlock = 64;
-inline constexpr float kLowScale = 0x1p-12f;
+// An f32 operand in parts (SplitOperand).
+inline constexpr int kSplitSlices = 3;        // matrices that are stored for each matrix of the operand
+inline constexpr int kSplitBlock = 64;        // the side of a block; each block has its own scale
+inline constexpr float kLowScale = 0x1p-12f;  // by which products with low parts are multiplied
 
 // The type of results that are not f32: the operands', or of 8-bit operands bf16.
 template <class T>
@@ -27,14 +27,14 @@ struct WgmmaOperand {
   bool transposed;                // as in Problem
   int64_t slices, stride;         // matrices (of parts: all that are stored); elements from row to row
   const float* scales = nullptr;  // of f32 in parts
-  int piece = 0;                  // bytes that threads load at a time (wgmma_pieces.cuh); 0: the copy engine does
+  int piece = 0;                  // bytes that threads load at a time (wgmma_load.cuh); 0: the copy engine does
 };
 
-// An operand of which two blocks of a cluster, whose tiles lie side by side, load half of each tile for both: lhs, if
-// they are tiles of one row, or rhs, of one column. The order is part of the calling convention.
+// The operand that two blocks of a cluster share: each loads half of every tile for both. Their tiles lie side by side,
+// in one row if lhs is shared, in one column if rhs is. The order is part of the calling convention.
 enum class SharedOperand : int32_t { kNone, kLhs, kRhs, kCount };
 
-// The rows, columns and terms of a product, which are counted in 32 bits with those of a tile beyond the last
+// The most rows, columns and terms of a product: a tile beyond the last must still be counted in 32 bits
 // (jaxops/_limits.py).
 inline constexpr int64_t kMaxMatrixSize = (int64_t{1} << 31) - 1 - 512;
 
@@ -60,4 +60,4 @@ cudaError_t LaunchWgmma(cudaStream_t stream, const Problem& problem, const Wgmma
 
 }  // namespace jaxops::matmul
 
-#endif  // JAXOPS_OPS_MATMUL_WGMMA_LAUNCH_H_
+#endif  // JAXOPS_OPS_MATMUL_WGMMA_H_
