@@ -13,13 +13,18 @@ import jax
 from support.ops import ROW_OPS
 
 import jaxops
-from benchmarks import attention, calls, harness, matmul, rows, rows_random, train
+from benchmarks import attention, budget, calls, harness, matmul, rows, rows_random, train
 
 # By the host's clock first: the kernel clock leaves CUPTI attached, which would slow them down.
-BY_HOST = {"calls": calls.run, "train": train.run}
-OPS = (*BY_HOST, *ROW_OPS, "matmul", "attention")
+BY_HOST = {"calls": calls.run, "train": train.run, "budget": budget.run}
+OPS = ("calls", "train", *ROW_OPS, "matmul", "attention")
 # Only where asked for by name.
-BY_NAME = {"matmul_own": matmul.run_own, "matmul_random": matmul.run_random, "rows_random": rows_random.run}
+BY_NAME = {
+    "budget": budget.run,
+    "matmul_own": matmul.run_own,
+    "matmul_random": matmul.run_random,
+    "rows_random": rows_random.run,
+}
 
 
 def _pattern(text):
@@ -39,7 +44,8 @@ def _arguments(argv):
         "op",
         choices=(*OPS, *BY_NAME, "all"),
         metavar="OP",
-        help=f"one of {', '.join(OPS)}, or all; or matmul_own: matmul on jaxops' own kernels where it chooses XLA's, "
+        help=f"one of {', '.join(OPS)}, or all; or budget: where a training step's time goes; or "
+        "matmul_own: matmul on jaxops' own kernels where it chooses XLA's, "
         "too; or matmul_random: matmul of random sizes; or rows_random: the row ops on random shapes, axes and options",
     )
     parser.add_argument("--quick", action="store_true", help="a few small shapes and few repeats: does it run?")

@@ -1,58 +1,49 @@
-"""Weak scaling of a transformer layer on the GPUs of one machine: `python -m benchmarks.scaling`.
+"""A Llama-like decoder's step on several devices, beside the best that XLA has: `python -m benchmarks.scaling`.
 
-A step of training (loss, gradients, update) in bfloat16 on 1, 2, 4, ... devices with the same number of sequences each:
-on XLA's operations, with the row ops of jaxops, and with all its ops. The parameters are split over "data" (fully
-sharded data parallelism) and "model" (tensor parallelism). All contenders are compiled first and timed in turns.
+Parameters are split over the mesh axis `data` (fully sharded data parallelism) and over `model` (tensor parallelism,
+the vocabulary included); each device along `data` has its own sequences.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import datetime
+import re
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import transformer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxops
-from benchmarks import harness
+from benchmarks import harness, models
 
-ROWS_ALONE = SimpleNamespace(
-    **{
-        **vars(transformer.OURS),
-        **{name: getattr(transformer.PLAIN, name) for name in ("dense", "dense_gelu", "einsum")},
-    }
-)
-CONTENDERS = {"xla": transformer.PLAIN, "jaxops, rows": ROWS_ALONE, "jaxops": transformer.OURS}
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of the layer; batch: sequences for each device."""
-
-    batch: int
-    positions: int
-    width: int
-    heads: int
-    vocabulary: int
+CONTENDERS = (models.BASELINE, "swapped", "jaxops")
+#: How the kernels of a layer are split, by its name; norms' scales are whole.
+SPECS = {
+    **dict.fromkeys(("query", "key", "value", "gate", "up", "logits"), P("data", "model")),
+    **dict.fromkeys(("out", "down", "tokens"), P("model", "data")),
+}
 
 
 @dataclasses.dataclass
 class Measurement:
-    """Seconds of a step are medians of several turns of `steps` steps each."""
+    """Milliseconds of a step are medians of several turns of `steps` steps each.
 
-    KEY: ClassVar = ("device", "data", "model", "contender", "batch", "positions", "width")
+    collectives: how many the compiled step has of each kind. efficiency: the contender's step on one device, over its
+    step here.
+    """
+
+    KEY: ClassVar = ("device", "data", "model", "contender", "shape")
 
     date: str
     jaxops: str
@@ -61,34 +52,39 @@ class Measurement:
     data: int
     model: int
     contender: str
-    batch: int
-    positions: int
-    width: int
+    shape: str
     loss: float
     step_ms: float
     fastest_ms: float
-    efficiency: float  # the contender's step on one device, over its step here
+    memory_gib: float
+    efficiency: float
+    collectives: str
+
+
+def _specs(parameters) -> object:
+    def spec(path, x):
+        return SPECS[path[-2].key] if x.ndim == 2 else P()
+
+    return jax.tree_util.tree_map_with_path(spec, parameters)
 
 
 class Contender:
     """A compiled step on a mesh, and its state."""
 
-    def __init__(self, ops, mesh, sizes: Sizes):
-        params = transformer.parameters(sizes.width, sizes.heads, sizes.vocabulary, jnp.bfloat16)
-        shardings = {name: NamedSharding(mesh, spec) for name, spec in transformer.SPECS.items()}
-        rows = NamedSharding(mesh, P("data"))
-        rng = np.random.default_rng(1)
-        shape = (sizes.batch * mesh.size, sizes.positions)
-        x = rng.standard_normal((*shape, sizes.width), np.float32).astype(jnp.bfloat16)
-        self.params = jax.device_put(params, shardings)
-        self.batch = jax.device_put(x, rows), jax.device_put(rng.integers(0, sizes.vocabulary, shape), rows)
-
-        def step(params, x, targets):
-            value, gradients = jax.value_and_grad(lambda p: transformer.loss(ops, p, x, targets))(params)
-            return jax.tree.map(lambda p, g: p - (1e-3 * g).astype(p.dtype), params, gradients), value
-
-        function = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
-        self.step = function.lower(self.params, *self.batch).compile()
+    def __init__(self, name: str, mesh: Mesh, size: models.LlamaSize):
+        module = models.Case(models.Llama, size).contender(name)
+        batch = module.batch(jax.random.key(1))
+        parameters = models.draw_parameters(module, batch)
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), _specs(parameters), is_leaf=lambda x: isinstance(x, P)
+        )
+        whole = NamedSharding(mesh, P())
+        state_shardings = (shardings, shardings, shardings, whole)
+        moments = [jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)]
+        self.state = jax.device_put((parameters, *moments, jnp.zeros((), jnp.int32)), state_shardings)
+        self.batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        function = jax.jit(models.make_step(module), donate_argnums=0, out_shardings=(state_shardings, whole))
+        self.step = function.lower(self.state, self.batch).compile()
         self.turns: list[float] = []
         self.loss = float("nan")
 
@@ -96,30 +92,37 @@ class Contender:
         """A turn of so many steps."""
         start = time.perf_counter()
         for _ in range(steps):
-            self.params, loss = self.step(self.params, *self.batch)
+            self.state, loss = self.step(self.state, self.batch)
         loss.block_until_ready()
         self.turns.append((time.perf_counter() - start) / steps)
         self.loss = float(loss)
 
+    def collectives(self) -> str:
+        """The collectives of the compiled step, counted."""
+        kinds = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+        found = collections.Counter(re.findall(rf" {kinds}", self.step.as_text()))
+        return " ".join(f"{kind}:{count}" for kind, count in sorted(found.items()))
 
-def meshes():
-    """Data parallelism over 1, 2, 4, ... devices; two of them as "model" where there are four or more."""
-    count = len(jax.devices())
-    shapes = [(n, 1) for n in (1, 2, 4, 8) if n <= count] + [(n // 2, 2) for n in (4, 8) if n <= count]
+
+def meshes() -> Iterator[Mesh]:
+    """One device; then all of them along `data`, along `model`, and, where there are four or more, along both."""
+    count = 1 << (len(jax.devices()).bit_length() - 1)
+    shapes = {(1, 1): None, (count, 1): None, (1, count): None}
+    if count >= 4:
+        shapes[count // 2, 2] = None
     for data, model in shapes:
         devices = jax.devices()[: data * model]
         yield jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
-def measure(sizes: Sizes, steps: int, turns: int):
-    """Compiles everything at once, then times the contenders of one mesh after another."""
-    cases = [(mesh, name) for mesh in meshes() for name in CONTENDERS]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = {(mesh, name): pool.submit(Contender, CONTENDERS[name], mesh, sizes) for mesh, name in cases}
-        ready = {key: job.result() for key, job in jobs.items()}
+def measure(size: models.LlamaSize, steps: int, turns: int) -> Iterator[Measurement]:
+    """Compiles the contenders of a mesh together, then times them in turns; `size.batch` is for a device of `data`."""
     alone: dict[str, float] = {}
-    for mesh in dict.fromkeys(mesh for mesh, _ in cases):
-        here = {name: ready.pop((mesh, name)) for name in CONTENDERS}
+    for mesh in meshes():
+        here_size = dataclasses.replace(size, batch=size.batch * mesh.shape["data"])
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            jobs = {name: pool.submit(Contender, name, mesh, here_size) for name in CONTENDERS}
+            here = {name: job.result() for name, job in jobs.items()}
         for contender in here.values():
             contender.run(2)
         for _ in range(turns):
@@ -128,6 +131,7 @@ def measure(sizes: Sizes, steps: int, turns: int):
         for name, contender in here.items():
             seconds = statistics.median(contender.turns[1:])
             alone.setdefault(name, seconds)
+            memory = contender.step.memory_analysis()
             yield Measurement(
                 date=datetime.date.today().isoformat(),
                 jaxops=jaxops.__version__,
@@ -136,20 +140,20 @@ def measure(sizes: Sizes, steps: int, turns: int):
                 data=mesh.shape["data"],
                 model=mesh.shape["model"],
                 contender=name,
-                batch=sizes.batch,
-                positions=sizes.positions,
-                width=sizes.width,
+                shape=size.label,
                 loss=contender.loss,
                 step_ms=1e3 * seconds,
                 fastest_ms=1e3 * min(contender.turns[1:]),
+                memory_gib=(memory.temp_size_in_bytes if memory else 0) / 2**30,
                 efficiency=alone[name] / seconds,
+                collectives=contender.collectives(),
             )
 
 
 def main() -> int:
     """Runs the benchmark and records what it measures."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small layer and few steps: does it run?")
+    parser.add_argument("--quick", action="store_true", help="a small model and few steps: does it run?")
     parser.add_argument(
         "--results",
         type=Path,
@@ -158,13 +162,13 @@ def main() -> int:
         help="the CSV file in which measurements are recorded (default: %(default)s)",
     )
     options = parser.parse_args()
-    sizes = Sizes(1, 16, 64, 4, 64) if options.quick else Sizes(2, 2048, 4096, 32, 8192)
-    steps, turns = (1, 2) if options.quick else (5, 5)
-    for row in measure(sizes, steps, turns):
+    size = models.LlamaSize(1, 256, 64, 2, 512) if options.quick else models.LlamaSize(4, 2048, 4096, 1, 32768)
+    steps, turns = (1, 2) if options.quick else (3, 5)
+    for row in measure(size, steps, turns):
         harness.record(options.results, row)
         print(
-            f"{row.data} x {row.model}  {row.contender:13} {row.step_ms:8.3f} ms a step (fastest "
-            f"{row.fastest_ms:.3f}), efficiency {row.efficiency:.3f}, loss {row.loss:.4f}",
+            f"{row.data} x {row.model}  {row.contender:9} {row.step_ms:8.3f} ms a step (fastest {row.fastest_ms:.3f}), "
+            f"efficiency {row.efficiency:.3f}, loss {row.loss:.4f}, {row.memory_gib:.2f} GiB, {row.collectives}",
             flush=True,
         )
     return 0

@@ -226,23 +226,43 @@ def loss() -> str:
 
 
 def train() -> str:
-    """Training steps: tokens a second, swapped and written with jaxops' layers."""
+    """Training steps beside the best that XLA has, with their temporary memory."""
     found = read("train")
-    parts = [row["shape"].rsplit(", ", 2) for row in found]  # the decoder, its batch, its vocabulary
-    settings = {", ".join([*part[1:], row["dtype"]]) for part, row in zip(parts, found, strict=True)}
-    alike = len(settings) == 1
+    if not found:
+        return "*Not measured yet.*"
     lines = [
         [
-            part[0] if alike else f"{row['shape']}, {row['dtype']}",
+            row["shape"],
             row["direction"],
-            *(f"{float(row[column]):,.0f}" for column in ("ours", "xla")),
+            *(f"{float(row[column]):.1f}" for column in ("ours", "xla")),
             f"{ratio(row):.2f}",
+            f"{float(row['memory']):.1f} ({float(row['xla_memory']):.1f})",
         ]
-        for part, row in zip(parts, found, strict=True)
+        for row in found
     ]
-    heading = ["decoder", "on jaxops", "tokens/s", "plain Flax", "ratio"]
-    note = f"All with {settings.pop()}:\n\n" if alike else ""
-    return f"{note}{table(heading, lines)}\n{source('train', found)}"
+    heading = ["model", "contender", "ms a step", "best XLA", "ratio", "temporary GiB (best XLA)"]
+    return table(heading, lines) + "\n" + source("train", found)
+
+
+def scaling() -> str:
+    """Training steps on several devices."""
+    found = read("scaling")
+    if not found:
+        return "*Not measured yet.*"
+    lines = [
+        [
+            f"{row['data']} x {row['model']}, {row['contender']}",
+            f"{float(row['step_ms']):.2f}",
+            f"{float(row['efficiency']):.2f}",
+            f"{float(row['memory_gib']):.2f}",
+            row["collectives"],
+        ]
+        for row in found
+    ]
+    heading = ["`data` x `model`", "ms a step", "efficiency", "temporary GiB", "collectives"]
+    return f"{found[0]['shape']}:\n\n{table(heading, lines)}\n" + source("scaling", found).replace(
+        "benchmarks scaling", "benchmarks.scaling"
+    )
 
 
 def cpu() -> str:
@@ -264,7 +284,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         *(rows, rows_full_size, rows_few, rows_random),
-        *(matmul, matmul_f32, matmul_random, calls, attention, loss, train, cpu),
+        *(matmul, matmul_f32, matmul_random, calls, attention, loss, train, scaling, cpu),
     )
 }
 
