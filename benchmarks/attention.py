@@ -64,7 +64,7 @@ class Case:
         }
 
     def operands(self, dtype: str, rng: harness.Generator) -> tuple[jax.Array, ...]:
-        """query, key, value, and what else there is."""
+        """query, key, value, and the case's other operands."""
         keys, groups, documents = self.sizes
         shapes = [(self.queries, self.heads), (keys, groups), (keys, groups)]
         found = [rng.standard_normal((self.batch, *shape, self.depth)).astype(dtype) for shape in shapes]
@@ -113,7 +113,7 @@ def _takes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """Those that are measured."""
+    """The measured cases."""
     if quick or harness.backend() == "cpu":
         yield from (Case(1, 256, 2, 64), Case(1, 256, 4, 64, "full", groups=2), Case(1, 256, 2, 64, "packed"))
         return

@@ -132,7 +132,7 @@ Clock = WallClock | LatencyClock | KernelClock
 
 
 def find_clock() -> tuple[Clock, str]:
-    """The best clock for the device at hand, and what to say about it."""
+    """The best clock for the device, and its description."""
     if jax.default_backend() != "gpu":
         return WallClock(), "wall clock"
     try:
@@ -200,7 +200,7 @@ def copies(operands: tuple) -> int:
 class Task:
     """One measurement: an op in one direction on one shape.
 
-    draw: from a seed to the op's operands. work: what the direction must do, in bytes or floating-point operations a
+    draw: from a seed to the op's operands. work: the direction's bytes or floating-point operations a
     call. ceiling: the rate that the device reaches at best, in `unit`; or a function and its operands that do the same
     amount of work at that rate, to be timed beside the op.
     """
@@ -379,10 +379,10 @@ def measure(task: Task, clock: Clock, seconds: float, rounds: int) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the command line asks for.
+    """The options of the command line.
 
     seconds: spent timing each measurement, not counting compilation. only: an expression to be found in a measurement's
-    label. seed: of what is drawn at random. labels: of the measurements selected so far.
+    label. seed: of random numbers. labels: of the measurements selected so far.
     """
 
     dtypes: tuple[str, ...]

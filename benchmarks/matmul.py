@@ -158,7 +158,7 @@ MORE = """
 OWN = [*(case for case in CASES["gpu"] if case.op == "matmul"), *map(Case.named, [*FEW_ROWS, *MORE.split(",")])]
 QUICK = {"gpu": [*_squares(1024), Case(127, 129, 131)], "cpu": [*_squares(128), Case(63, 65, 67)]}
 
-#: The squares of which the best XLA rate is the ceiling.
+#: XLA's best rate on these squares is the ceiling.
 CEILINGS = {"gpu": _squares(4096, 8192), "cpu": _squares(512, 1024)}
 QUICK_CEILINGS = {"gpu": _squares(4096), "cpu": _squares(256)}
 
@@ -167,7 +167,7 @@ F32_OPERATIONS = 2e12
 
 
 def operand_dtype(dtype: str) -> str:
-    """That of the operands in memory."""
+    """The dtype of the operands in memory."""
     return "float32" if dtype == "tf32" else dtype
 
 
@@ -229,9 +229,9 @@ def ceiling(dtype: str, clock: harness.Clock, settings: harness.Settings) -> flo
 
 
 def tasks(measured: Sequence[Case], dtype: str, ceiling: float) -> list[harness.Task]:
-    """The measurements of a dtype. Gradients only of plain products: those of the others are such products too.
+    """The measurements of a dtype. Gradients of plain products only, because other gradients are such products too.
 
-    What is timed is what a user gets: the kernel that jaxops chooses, which can be XLA's own.
+    The timed kernel is the kernel that users get, which can be XLA's own.
     """
     found = []
     for case in measured:
@@ -259,7 +259,7 @@ def tasks(measured: Sequence[Case], dtype: str, ceiling: float) -> list[harness.
 def random_cases(seed: int, count: int, most: float) -> list[Case]:
     """Products of 1e7 to `most` operations: sizes from 16 to 8192, small ones as often as large ones.
 
-    Those of a quarter of the products are multiples of 64, of a half of 8, of the others any.
+    A quarter of the products have multiples of 64, half have multiples of 8, the others any size.
     """
     rng = np.random.default_rng(seed)
     found: dict[Case, None] = {}
@@ -304,7 +304,7 @@ def run_random(clock: harness.Clock, settings: harness.Settings) -> bool:
 
 
 def run_own(clock: harness.Clock, settings: harness.Settings) -> bool:
-    """The same on our own kernels, forward alone; False also where there are none."""
+    """The products on our own kernels, forward only; False also on devices without such kernels."""
     if harness.backend() == "cpu" or local_device().capability != H200.capability:
         settings.console.print("FAILED matmul_own: its kernels need a Hopper GPU", style="red")
         return False

@@ -74,8 +74,8 @@ class Form:
     """An op with options.
 
     operands: from a generator and a dtype. differentiable: how many of them, from the first, have gradients; None: all.
-    tensors: what is read and written forward and backward, in sizes of the first operand; broadcast operands not
-    counted. narrow: it is for operands of 16 bits alone.
+    tensors: the tensors read and written, forward and backward, in sizes of the first operand; broadcast operands do
+    not count. narrow: only for 16-bit operands.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""The row ops on shapes, axes and options drawn at random, beside what a user would write without jaxops."""
+"""The row ops on shapes, axes and options drawn at random, beside the code that a user would write without jaxops."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def draw_batch(text: np.ndarray, size: Size, step: int) -> np.ndarray:
 
 
 def train(size: Size, library: str, on_jaxops: bool, steps: int, text: np.ndarray, out: Path, every: int) -> State:
-    """Trains to step `steps`, from the last checkpoint if there is one."""
+    """Trains to step `steps`, starting from the last checkpoint if any."""
     init, apply = make_model(library, size, on_jaxops)
     optimizer = make_optimizer(steps)
     step = make_step(apply, optimizer)

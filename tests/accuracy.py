@@ -32,7 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Bound(NamedTuple):
-    """See docs/accuracy.md: errors of values and of gradients, each from normal inputs and from any."""
+    """Bounds of the four numbers in a cell of docs/accuracy.md."""
 
     ulp: float
     units: float
@@ -40,7 +40,7 @@ class Bound(NamedTuple):
     gradient_units: float
 
 
-#: What every op promises, whatever its options.
+#: The bounds for every op, whatever its options.
 BOUNDS = {
     "rows, 16 bits": Bound(0.6, 1.0, 2.0, 2.0),
     "rows, 32 or 64 bits": Bound(1.5, 1.5, 16.0, 6.0),
@@ -196,7 +196,7 @@ def _flax_norm(op, x, scale, bias, where, residual, options):
 
 @dataclasses.dataclass
 class Errors:
-    """Of values and of gradients, from normal inputs and from any; worst: the input of which the last one is."""
+    """The four numbers of a cell. worst: the input that gave the last number."""
 
     ulp: float = 0.0
     units: float = 0.0
@@ -244,7 +244,7 @@ FIGURES = ("ulp", "units", "norm", "gradient_units")
 
 
 class Row(NamedTuple):
-    """A line of the results: the Errors of the op, then those of the reference."""
+    """A line of the results: the op's Errors, then the reference's Errors."""
 
     device: str
     op: str

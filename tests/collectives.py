@@ -10,7 +10,7 @@ _KINDS = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 
 
 def collectives(compiled) -> Counter:
-    """How many arrays of how many elements (those of one device's result) each kind of operation communicates."""
+    """Counts communicated arrays by kind of operation and by elements of one device's result."""
     found: Counter = Counter()
     for result, kind, start in re.findall(rf"= (.*?) ({_KINDS})(-start)?\(", compiled.as_text()):
         if result.startswith("(("):  # of an asynchronous start: ((operands), results)

@@ -10,8 +10,8 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
 os.environ.update(gpus.of_worker())
 
-# Before jax: eight devices wherever the tests run, unless the caller says otherwise. What takes most of their time is
-# XLA's compiler, which may optimise less for the CPU. At level 0 some of its results are wrong.
+# Before jax: eight devices wherever the tests run, unless the caller says otherwise. XLA's
+# compiler takes most of the tests' time, so it optimises less for the CPU. At level 0 some of its results are wrong.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8",
@@ -24,8 +24,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# Of several processes each has a processor: NumPy's products with a thread for every processor would be in each
-# other's way.
+# Each of several processes has one processor. NumPy's products would start a thread for every processor.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -40,7 +39,7 @@ from jaxops._device import local_device
 #: How many tests this machine cannot run.
 _LEFT_OUT = pytest.StashKey[int]()
 
-# Of tools/variant.sh: where the package under test is.
+# tools/variant.sh sets JAXOPS_SITE to the folder of the package under test.
 if not jaxops.__file__.startswith(os.environ.get("JAXOPS_SITE", "")):
     raise ImportError(f"the tests are for {os.environ['JAXOPS_SITE']}, but jaxops is {jaxops.__file__}")
 
@@ -95,14 +94,14 @@ def x64():
 
 @pytest.fixture
 def full_precision():
-    """f32 in full precision unless a test says otherwise: the default on a GPU is TF32, there and in the reference."""
+    """f32 in full precision unless a test says otherwise; a GPU's default is TF32, also in the reference."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 @pytest.fixture
 def fallback(monkeypatch):
-    """The fallback warnings, which are given again, and expected."""
+    """Expects fallback warnings, and lets them appear again."""
     monkeypatch.setattr(_warnings, "_said", set())
     with pytest.warns(jaxops.FallbackWarning) as caught:
         yield caught

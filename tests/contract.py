@@ -37,9 +37,9 @@ def draw(comparison: Comparison, rng, shape, dtype):
 
 
 def assert_close(got, wanted, reference=None, what="result", rounding=ROUNDING):
-    """`got` is within rounding of the float64 values `wanted`, or about as near to them as what reference() gives.
+    """`got` is within rounding of the float64 values `wanted`, or about as near to them as reference().
 
-    The reference is not asked for what is within rounding: compiling it takes as long as compiling what is tested.
+    The reference runs only if `got` is not within rounding, because compiling it takes as long as compiling the op.
     """
     assert got.shape == wanted.shape, f"{what}: shape {got.shape} instead of {wanted.shape}"
     error, allowed = ulps(got, wanted), rounding

@@ -1,6 +1,6 @@
 """Prints a digest of the bits of every op's results and gradients: `determinism.py [--busy]`.
 
---busy: while another thread keeps the device at work. What is printed must be the same in every run on one device.
+--busy: while another thread keeps the device at work. The output must be the same in every run on one device.
 """
 
 import hashlib

@@ -21,7 +21,7 @@ NORMS = {
     "one parameter for several rows": ({"reduction_axes": 1, "feature_axes": -1}, (3, 5, 16)),
 }
 
-#: Those that have to do with dtypes, and are tested with every one.
+#: Cases about dtypes; they run with every dtype.
 TYPED_NORMS = ("defaults", "bf16 results", "f16 parameters", "nothing to learn")
 
 
@@ -89,7 +89,7 @@ def draw_mask(rng, batch, heads, queries, keys):
 def assert_same(got, wanted, ulp=8, rounding=None):
     """Equal trees: structures, shapes, dtypes, and values up to some ulp of the largest value.
 
-    The largest of each array counts, or a tenth of the largest of all: some gradients are 0 but for rounding.
+    The largest of each array counts, or a tenth of the largest of all: some gradients are 0 up to rounding.
 
     Args:
       rounding: the dtype whose ulp are meant: the coarsest through which the values went; the first array's by default.

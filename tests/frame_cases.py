@@ -1,4 +1,4 @@
-"""Calls of every handler, recorded from JAX, and what XLA would never make of them."""
+"""Calls of every handler, recorded from JAX, and malformed variants that XLA would never make."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jaxops
 from jaxops import _kernel, _rows
 from jaxops.ops import _matmul_choice as choices
 
-#: Sizes of the recorded calls, each of its own, that `resized` replaces.
+#: Distinct sizes in the recorded calls, which `resized` replaces.
 ROWS, LENGTH, COLUMNS = 5, 7, 11
 
 LOGITS = ("softmax", "log_softmax")
@@ -268,7 +268,7 @@ def _wrong_values(name: str, value, rank: int) -> list:
 
 
 def malformed(call: frames.Call) -> Iterator[tuple[str, frames.Call]]:
-    """The call with one thing wrong, and what."""
+    """The call with one thing wrong, and a description of it."""
     for field in ("operands", "results"):
         buffers = getattr(call, field)
         for i, buffer in enumerate(buffers):

@@ -1,8 +1,8 @@
 """The compiled handlers called without XLA, on call frames of XLA's FFI (xla/ffi/api/c_api.h) made here.
 
-A frame can be what XLA never sends, and its buffers lie between red zones: what a handler writes beside them, leaves
-unwritten or reads beside them shows. Buffers are in host memory for the CPU half, and for the CUDA half, where there is
-a GPU, in device memory. Needs JAX only to learn what calls it makes (`record`).
+A frame can be malformed, as XLA never sends it. Its buffers lie between red zones, which show writes and reads outside
+a buffer, and elements left unwritten. Buffers are in host memory for the CPU half and in device memory for the CUDA
+half. Needs JAX only to record its calls (`record`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HandlerError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A buffer of a call. code: that of the dtype; data: "own" memory, none ("null"), or a byte beside it ("odd")."""
+    """A buffer of a call. code: the dtype's code; data: "own" memory, none ("null"), or a byte beside it ("odd")."""
 
     shape: tuple[int, ...]
     code: int
@@ -89,7 +89,7 @@ class Call:
 
     @property
     def workspaces(self) -> set[int]:
-        """The results that are the handler's own, of which it may leave parts unwritten."""
+        """The results that are the handler's workspaces; it may leave parts of them unwritten."""
         if self.handler == "matmul":
             return set(range(1 + bool(self.attributes["has_preactivation"]), len(self.results)))
         found = {len(self.results) - 1} if self.attributes.get("has_parts") else set()
@@ -129,7 +129,7 @@ def draw(call: Call, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 class Host:
-    """Memory from the C library: what its allocator, or a sanitizer's, knows of."""
+    """Memory from the C library, which a sanitizer's allocator watches."""
 
     half = "cpu"
 
@@ -188,7 +188,7 @@ class Device:
         self._call("cuCtxSynchronize")
 
     def allocate(self, size: int) -> int:
-        # Whole packs of 16 bytes: kernels read those that hold an element, and XLA allocates multiples of 256 bytes.
+        # Whole packs of 16 bytes: kernels read every pack that holds an element; XLA allocates multiples of 256 bytes.
         pointer, rest = c.c_uint64(), -size % 16
         self._call("cuMemAlloc_v2", c.byref(pointer), c.c_size_t(size + rest))
         if rest:

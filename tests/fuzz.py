@@ -1,6 +1,6 @@
 """Random calls of every op against float64: `make fuzz` runs 10,000 of each, `tests/test_fuzz.py` a few.
 
-A case is data: its repr, pasted into tests/test_fuzz.py, is the test of what once failed. Compiling costs most: several
+A case is data: its repr, pasted into tests/test_fuzz.py, is the test of a past failure. Compiling costs most: several
 calls are compiled into one program, and each is run with several kinds of numbers.
 """
 
@@ -32,10 +32,10 @@ OPS = (*ROW_OPS, "matmul", "dot_general")
 FLOATS = ("float32", "bfloat16", "float16")
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
-#: How many units of `oracle.error` a value, and a derivative, may be off. Tests of accuracy have narrower bounds.
+#: The largest error of a value or derivative, in units of `oracle.error`. Tests of accuracy have narrower bounds.
 LIMITS = {"value": 4.0, "vjp": 8.0, "jvp": 8.0}
 
-#: Calls in one program, and how often each is run with other numbers: a call with its numbers is a case.
+#: Calls in one program, and how many sets of numbers each call gets; a call with its numbers is a case.
 CALLS, DRAWS = 12, 10
 
 
@@ -104,7 +104,7 @@ def draw(values: str, rng: np.random.Generator, shape, dtype, largest: float) ->
         return x.astype(dtype)
 
 
-#: How x is made from what is stored, and what is stored.
+#: By name: how x is stored, and how it is made from the stored array.
 _LAYOUTS = {
     "as it is": (lambda x: x, lambda x: x),
     "Fortran": (lambda x: np.array(x, order="F"), lambda x: x),
@@ -133,7 +133,7 @@ def _numbers(case: Case, values, rng, name, shape, dtype):
 
 
 def _arrays(case: Case, values: str, rng) -> dict[str, np.ndarray]:
-    """The operands, those that are mapped with another axis of size 2."""
+    """The operands; mapped operands get another axis of size 2."""
     mapped = dict(case.mapped)
     found = {}
     for name, shape, dtype in case.operands:
@@ -161,7 +161,7 @@ def _axes(axis, rank) -> tuple[int, ...]:
     return tuple(sorted(a % rank for a in given))
 
 
-# --- the call, and what it must give ---
+# --- the call and its expected results ---
 
 
 def _call(case: Case, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -219,7 +219,7 @@ def _directions(case: Case, rng) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """A case with numbers: what is computed, from which arrays, and what must come out."""
+    """A case with numbers: the computation, its arrays, and the expected results."""
 
     case: Case
     stored: dict[str, np.ndarray]
@@ -249,7 +249,7 @@ class _Prepared:
         return jax.vmap(one, ({name: mapped.get(name) for name in arrays},))(arrays) if mapped else one(arrays)
 
     def check(self, got) -> str | None:
-        """What is wrong with the results; None: nothing."""
+        """The first wrong result; None: nothing."""
         count = 2 if any(name == "residual" for name, *_ in self.case.operands) else 1
         if len(got) != len(self.wanted):
             return f"{len(got)} results instead of {len(self.wanted)}"
@@ -308,7 +308,7 @@ def _prepare(case: Case, values: str) -> _Prepared:
 
 
 def failures(cases: list[Case]) -> list[str]:
-    """Runs the cases, those that are not eager in one program, and says which fail."""
+    """Runs the cases and says which fail. Cases that are not eager share one program."""
     x64 = any(dtype == "float64" for case in cases for _, _, dtype in case.operands)
     x64 = x64 or any(value == "float64" for case in cases for _, value in case.options)
     found = []
@@ -570,7 +570,7 @@ def main(arguments: list[str]) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ops", nargs="*", help=f"of {', '.join(OPS)}; default: all")
+    parser.add_argument("ops", nargs="*", help=f"ops to fuzz: {', '.join(OPS)}; default: all")
     parser.add_argument("--cases", type=int, default=10_000, help="of each op (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="default: another in each run")
     options = parser.parse_args(arguments)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The names by which CUDA_VISIBLE_DEVICES chooses: those that it has, else the numbers of all GPUs."""
+    """The names in CUDA_VISIBLE_DEVICES; without it the numbers of all GPUs."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name]
     if shutil.which("nvidia-smi") is None:
@@ -19,7 +19,7 @@ def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def of_worker(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What to set in one of pytest-xdist's workers, before jax is imported.
+    """Variables to set in a pytest-xdist worker, before jax is imported.
 
     Each begins with another GPU, and takes of the memory what it needs.
     """

@@ -31,7 +31,7 @@ _ELEMENTS, _ROWS = 1 << 25, 1 << 19
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Calls that differ in their number of rows. path: what of a kernel they run, if one call does not run all of it.
+    """Calls that differ in their number of rows. path: the part of a kernel that they run, if not all of it.
 
     make: the call on a number of rows, from `least` to `most`.
     """
@@ -47,8 +47,8 @@ def row_call(
 ) -> frames.Call:
     """A call of a row op, normalised over axes of x.
 
-    has: the optional operands and results by name, and what is not as usual of them. "scale", "bias", "where": the axes
-    along which the operand has size 1. "dscale", "dbias": the axes of rows over which sums are not taken. "parts": how
+    has: the optional operands and results by name, with details. "scale", "bias", "where": the axes along
+    which the operand has size 1. "dscale", "dbias": the axes of rows over which sums are not taken. "parts": how
     many. "causal", "masked", "residual", "dsum", "max": anything.
     """
     t, u = (CODES[name] for name in pair)

@@ -1,7 +1,7 @@
 """Which kernels of the CUDA half calls launch, and the fewest calls that launch all of them: for tools/sanitize_gpu.py.
 
-`python tests/kernel_survey.py survey build/kernels.json` learns it from CUPTI, on a GPU; `report` says what is launched
-and what never; `run ... --part 3 --parts 30` makes the calls, split evenly.
+`python tests/kernel_survey.py survey build/kernels.json` learns it from CUPTI, on a GPU; `report` lists launched
+kernels and missing ones; `run ... --part 3 --parts 30` makes the calls, split evenly.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Kernel:
             depth += (letter in "<(") - (letter in ">)")
             if depth == 0 and letter == ">":
                 break
-            if letter == "(" and depth == 1:  # of what is no template
+            if letter == "(" and depth == 1:  # not a template
                 break
             if depth == 1 and letter in "<,":
                 parts.append("")
@@ -177,7 +177,7 @@ def grouped(mangled: Iterable[str]) -> dict[str, list[str]]:
 
 @dataclasses.dataclass
 class Surveyed:
-    """A call, the kernels that it launches (with what of them, after a space), and its cost under a tool, roughly."""
+    """A call, the kernels that it launches (after a space, the part of the kernel), and its rough cost under a tool."""
 
     call: frames.Call
     kernels: frozenset[str]
@@ -260,7 +260,7 @@ class Launches:
 
 
 class Memory:
-    """Buffers one behind the other in device memory that is used again; what is in it does not matter."""
+    """Buffers one behind the other in reused device memory; its contents do not matter."""
 
     def __init__(self, device: frames.Device | frames.Host):
         self._device, self._size, self._base = device, 0, 0
@@ -384,7 +384,7 @@ def known(path: str, module: str) -> dict | None:
 
 
 def fingerprint(module: str) -> str:
-    """Changes with the module and with what is surveyed."""
+    """Changes with the module and with the survey's cases."""
     total = hashlib.sha256()
     for path in (module, kernel_cases.__file__, __file__):
         with open(path, "rb") as file:
@@ -417,7 +417,7 @@ def cover(calls: Sequence[Surveyed], of: Callable[[Surveyed], frozenset[str]]) -
 
 
 def sharings(entry: Surveyed) -> frozenset[str]:
-    """Those of the kernels that a call launches."""
+    """The sharings of the kernels that a call launches."""
     return frozenset(Kernel.of(name.split()[0]).sharing for name in entry.kernels)
 
 
@@ -431,7 +431,7 @@ def choose(calls: Sequence[Surveyed]) -> tuple[list[Surveyed], list[Surveyed]]:
 def part_of(chosen: Sequence[Sequence[Surveyed]], part: int, parts: int) -> list[Surveyed]:
     """One of equally long parts of each of the lists, one behind the other.
 
-    Each in any order: what costs the GPU runs beside what costs the host.
+    In any order, so that GPU work and host work overlap.
     """
     mine = []
     for entries in chosen:
@@ -447,7 +447,7 @@ def part_of(chosen: Sequence[Sequence[Surveyed]], part: int, parts: int) -> list
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Kernels in whose name an expression is found, and whether those of matmul are among them."""
+    """Kernels whose name matches an expression. matmul: whether matmul's kernels count."""
 
     pattern: str = ""
     matmul: bool = True

@@ -27,7 +27,7 @@ def wide(x):
 def exact(op, logits, cotangent, axes=-1, mask=True):
     """Value, and gradient with respect to the logits, in float64; mask: which entries take part.
 
-    And the sizes of the terms that cancel in the gradient, in whose ulp its error counts.
+    Also the sizes of the terms that cancel in the gradient; its error counts in their ulp.
     """
     shape = np.broadcast_shapes(np.shape(logits), np.shape(mask))
     axes = tuple(range(len(shape))) if axes is None else axes
@@ -55,7 +55,7 @@ def exact(op, logits, cotangent, axes=-1, mask=True):
 
 
 def assert_matches_exact(got, wanted, what="", slack=1.0, reference=None):
-    """Value and gradient, or the value alone, against what `exact` returned; reference() gives those of another."""
+    """Value and gradient, or the value alone, against what `exact` returned; reference() is another implementation."""
     value, gradient, terms = wanted
     assert_matches(got[0], value, f"{what} value", slack * contract.ROUNDING, reference and (lambda: reference()[0]))
     if len(got) > 1:

@@ -1,7 +1,7 @@
-"""The ops in closed form on numpy's widest float: values, cotangents and tangents, with what rounding may add to them.
+"""The ops in closed form on numpy's widest float: values, cotangents and tangents, each with its rounding error.
 
 Every result is a pair of exact values and of noise: the absolute error that the op's arithmetic may have, to first
-order, besides the rounding of the result itself. It follows from what the docstrings promise: sums and statistics in
+order, besides the rounding of the result itself. It follows from the docstrings: sums and statistics in
 f32 (f64 as soon as an operand is f64), intermediate tensors in the dtypes of operands and results. `error` measures any
 op and input in one unit, in which bounds are of order one.
 """
@@ -37,7 +37,7 @@ def eps(*dtypes) -> float:
 
 
 def tiny(dtype) -> float:
-    """XLA counts smaller numbers as 0, but for float16, whose arithmetic is in float32."""
+    """XLA counts smaller numbers as 0. float16 arithmetic is in float32."""
     return float(jnp.finfo(np.float32 if dtype == np.float16 else dtype).tiny)
 
 
@@ -108,7 +108,7 @@ class Logits(_Oracle):
     Args:
       op: "softmax" or "log_softmax".
       x, scale, bias, where: as they are given to the op, absent as None.
-      axes: non-negative; those of the joint shape.
+      axes: axes of the joint shape, non-negative.
       dtype: the result's.
     """
 
@@ -240,7 +240,7 @@ class Norm(_Oracle):
             deviations = self.x - mean
             self.rstd = 1 / np.sqrt(self._mean(np.square(deviations)) + self.real(epsilon))
             self.normal = deviations * self.rstd
-            # Noise of the normalised values: their own, that of the mean, and denormal operands, which count as 0.
+            # Noise of the normalised values: their rounding, the mean's rounding, and denormal operands counted as 0.
             offset = np.sqrt(self._mean(np.square(self.x))) if op == "layer_norm" else self.real(0)
             self.noise = eps(acc) * (np.abs(self.normal) + offset * self.rstd)
             # What that does to rstd; where it exceeds the variance, to second order.
@@ -350,7 +350,7 @@ class Matmul(_Oracle):
 
     Args:
       a, b, lhs_scale, rhs_scale, bias: as they are given to the op, with arrays of a's and b's form.
-      multiply: the relative error of a product's factors, besides the accumulator's: that of TF32, say.
+      multiply: the relative error of a product's factors, such as TF32's, in addition to the accumulator's.
       dtype: the result's.
     """
 
@@ -378,7 +378,7 @@ class Matmul(_Oracle):
             self.f, self.slope, self.curvature = activate(activation, z)
 
     def _rounding(self, left, right) -> np.ndarray:
-        """Of a product: that of its factors, and of sums of k terms, which grows as the root of k."""
+        """A product's rounding: of its factors, and of sums of k terms, which grows as the root of k."""
         relative = self.multiply + eps(self.acc) * max(1.0, left.shape[-1] ** 0.5 / 2)
         return relative * np.matmul(np.abs(left), np.abs(right))
 

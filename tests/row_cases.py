@@ -23,7 +23,7 @@ COLUMNS = sorted(
 
 
 def lengths(on_gpu: bool) -> list[int]:
-    """COLUMNS on a GPU; some of them where there is none: the CPU's loops know no capacities."""
+    """COLUMNS on a GPU, some of them on the CPU, whose loops have no capacities."""
     return COLUMNS if on_gpu else COLUMNS[::4]
 
 
@@ -66,7 +66,7 @@ STRIDED = _AT_CAPACITIES + _ANYWHERE
 
 
 def strided(on_gpu: bool) -> list[tuple[int, int, int]]:
-    """STRIDED on a GPU; some of them where there is none."""
+    """STRIDED on a GPU, some of them on the CPU."""
     return STRIDED if on_gpu else _AT_CAPACITIES[::3] + _ANYWHERE
 
 
@@ -130,7 +130,7 @@ def edged(rng, shape, dtype, axis, edge):
 def assert_matches(got, wanted, what="result", rounding=contract.ROUNDING, reference=None, terms=None):
     """contract.assert_close for the finite wanted values; NaN and infinities are equal.
 
-    terms: the sizes of what cancels in `wanted`; rounding then counts in ulp of the largest of them.
+    terms: the sizes of the terms that cancel in `wanted`; rounding then counts in ulp of the largest of them.
     """
     got, wanted = np.array(got), np.array(wanted, np.float64)
     assert got.shape == wanted.shape, f"{what}: shape {got.shape} instead of {wanted.shape}"

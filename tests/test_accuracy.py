@@ -7,7 +7,7 @@ from accuracy import FIGURES, bound
 
 #: An op counts as no worse than the reference below these, a few roundings, or below so many times its error: each
 #: figure is the worst of few numbers, of a scale's gradient of a single one, and which of two is nearer is chance. The
-#: most, on the CPU: 1.9 times, the gradient of softmax's scale in float64; and 1.4 times, that of x in float16 over
+#: most, on the CPU: 1.9 times, the gradient of softmax's scale in float64; and 1.4 times, x's gradient in float16 over
 #: rows of 2^20, where probabilities are denormal.
 ROUNDING = {"ulp": 3.0, "units": 1.25, "norm": 4.0, "gradient_units": 1.25}
 TIMES = 2.0

@@ -50,7 +50,7 @@ else:
 
 
 def test_lists():
-    """What the page adds to lists has the form of what is there."""
+    """The page's additions to lists have the form of the existing entries."""
     assert " X(softmax_fwd) " in (ROOT / "ffi/targets.h").read_text()
     assert FILES["ffi/targets.h"].split() == ["X(l2_normalize_fwd)", "\\"]
     cmake = (ROOT / "CMakeLists.txt").read_text().splitlines()

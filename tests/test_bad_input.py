@@ -1,6 +1,6 @@
 """Every argument of every public function and layer has bad input, which raises an error that names it.
 
-tests/test_errors.py has the cases of the ops; here are those of everything else, and the count of all.
+tests/test_errors.py has the cases of the ops; here are the cases of everything else, and the count of all.
 """
 
 import functools
@@ -381,7 +381,7 @@ def named(function):
 
 
 def covered(name):
-    """The arguments of which a case has bad input: cases of the ops say in `match` which they mean."""
+    """The arguments that have a case of bad input: cases of the ops say in `match` which they mean."""
     if name in CASES:
         return {case.argument for case in CASES[name]}
     op = name.removeprefix("jaxops.")

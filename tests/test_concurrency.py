@@ -39,7 +39,7 @@ def leaves(tree):
 
 
 def test_threads_that_compile_and_call(rng):
-    """Each thread compiles programs of its own and runs them; results are those of one thread, to the bit."""
+    """Each thread compiles and runs its own programs; results equal one thread's results, bit by bit."""
     cases = [(op, operands(op, rng, 60, 40 + 3 * i)) for i in range(2) for op in ROW_OPS]
     wanted = [leaves(gradients(op, *xs)) for op, xs in cases]
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -98,7 +98,7 @@ def test_devices_at_once(rng):
 
 @needs_cuda
 def test_streams_at_once(memory, rng):
-    """Handlers called from threads, each on a stream of its own; results are those of one call alone, to the bit."""
+    """Handlers called from threads, each on its own stream; results equal a single call's results, bit by bit."""
     there = memory_of(memory, "cuda")
     for op in ROW_OPS:
         for call in row_calls(op, "bfloat16", True, False, "cuda"):

@@ -14,7 +14,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 @functools.cache
 def printed(busy: bool = False, flags: str = "", number: int = 0) -> str:
-    """What a process of its own prints; number: the how manieth of its kind."""
+    """The output of a separate process; number: the how manieth of its kind."""
     del number
     result = subprocess.run(
         [sys.executable, determinism.__file__, *(["--busy"] if busy else [])],

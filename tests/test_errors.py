@@ -232,7 +232,7 @@ def test_signature(name):
     assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values())
 
 
-# --- the handlers' own checks, behind those of Python ---
+# --- the handlers' own checks, behind Python's checks ---
 
 F32, I32, BF16, BOOL = np.float32, np.int32, jnp.bfloat16, np.bool_
 SHAPE, ROW, COLUMN = (2, 3, 4), (2, 3, 1), (1, 1, 4)

@@ -314,7 +314,7 @@ def test_causal_attention(rng):
 
 @pytest.mark.parametrize("queries, keys, features", [(640, 640, 64), (600, 1000, 128), (1000, 520, 72)], ids=str)
 def test_long_causal_attention(queries, keys, features, rng):
-    """Of 16-bit floats and 512 tokens or more: what no query sees is not even multiplied."""
+    """16-bit floats and 512 tokens or more: keys that no query sees are not even multiplied."""
     q, k, v = (
         jnp.asarray(rng.standard_normal((2, n, 2, d)), jnp.bfloat16)
         for n, d in ((queries, 64), (keys, 64), (keys, features))
@@ -365,7 +365,7 @@ def test_biases_of_minus_infinity(rng, case, options):
 
 
 def test_rows_that_nothing_hides_and_no_bias_lets_through():
-    """Are NaN, in Flax too: large negative logits stand for what masks hide, and there is none."""
+    """Are NaN, in Flax too: large negative logits stand for masked keys, and no key is masked."""
     q, bias = jnp.ones((1, 4, 2, 8)), jnp.zeros((4, 4)).at[1].set(-jnp.inf)
     mask = jnp.ones((4, 4), bool).at[2, 1:3].set(False)
     got, wanted = (f(q, q, q, bias, mask) for f in (linen.dot_product_attention, nn.dot_product_attention))

@@ -140,7 +140,7 @@ def test_linear_general(rng, case):
     compare(rng, "LinearGeneral", x, rounding=options.get("dtype"), ulp=16, **options)
 
 
-#: Which differ from "masked" and "dropout" in what linen's layer shares with nnx's.
+#: These cases test code that linen's layer shares with nnx's; other cases cover it.
 ALIKE = ("one mask for all heads", "a number a mask", "deterministic", "dropout by head")
 
 

@@ -1,4 +1,4 @@
-"""The handlers on call frames made here: bounds of what they read and write, and frames that XLA never sends."""
+"""The handlers on call frames made here: bounds of their reads and writes, and frames that XLA never sends."""
 
 import contextlib
 import dataclasses
@@ -142,7 +142,7 @@ def test_results_do_not_depend_on_threads_or_streams(half, op, memory, rng):
 
 
 def refusal(half, call, operands, results):
-    """The error code of a call on memory of which there may be more than it takes; None if there was no error."""
+    """The error code of a call, which may get more buffers than it takes; None if there was no error."""
     try:
         frames.call_handler(half, call, operands[: len(call.operands)], results[: len(call.results)])
     except frames.HandlerError as error:
@@ -156,7 +156,7 @@ def check_malformed(half, memory, call):
         [memory.allocate(max(2 * buffer.bytes, 64)) for buffer in (*buffers, buffers[-1])]
         for buffers in (call.operands, call.results)
     ]
-    expected = None if memory.half == half else frames.INTERNAL  # a GPU's handler where there is none
+    expected = None if memory.half == half else frames.INTERNAL  # a GPU's handler without a GPU
     assert refusal(half, call, *where) == expected
     workspaces = {f"result {i}" for i in call.workspaces}
     count = 0

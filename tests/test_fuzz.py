@@ -49,7 +49,7 @@ def test_what_failed(name):
 
 @pytest.mark.parametrize("op", fuzz.OPS)
 def test_wrong_results_are_seen(op, monkeypatch):
-    """A result of which one element is off by a few units fails."""
+    """A result with one element off by a few units fails."""
     operands = (("a", (3, 4), "float32"), ("b", (4, 5), "float32"))
     options = {"dot_general": (("numbers", (((1,), (0,)), ((), ()))),), "matmul": ()}
     options = {name: (*given, ("precision", "highest")) for name, given in options.items()}

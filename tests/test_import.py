@@ -1,4 +1,4 @@
-"""Importing jaxops: version checks, no side effects on JAX, and what happens without handlers."""
+"""Importing jaxops: version checks, no side effects on JAX, and behaviour without handlers."""
 
 import importlib.metadata
 import importlib.resources
@@ -20,7 +20,7 @@ from jaxops import _cpu, _kernel, _load, _warnings
 
 
 def python(script, tmp_path, **environment):
-    """What a fresh interpreter prints. It runs elsewhere, so that it imports the installed package."""
+    """The output of a fresh interpreter. It runs elsewhere, so that it imports the installed package."""
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=os.environ | environment
     )

@@ -1,4 +1,4 @@
-"""What the handlers do not take, and what is not compiled, is known where a kernel is chosen."""
+"""The choice of a kernel knows the handlers' limits and the compiled architectures."""
 
 import functools
 import importlib
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_both_lists_of_limits_are_one():
-    """Constants kMax... of namespaces in ffi/ are those of jaxops/_limits.py."""
+    """The constants kMax... in ffi/ equal the constants in jaxops/_limits.py."""
     found = {}
     for path in [*(ROOT / "ffi").rglob("*.h"), *(ROOT / "ffi").rglob("*.cuh")]:
         for name, value in re.findall(r"^inline constexpr \w+ k(Max\w+) = ([^;]+);", path.read_text(), re.MULTILINE):

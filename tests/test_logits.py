@@ -102,7 +102,7 @@ def test_every_combination(op, dtype, rng):
 @every_op
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
-    """Scales of both signs and zero; what is masked, in one row everything, is infinite or NaN."""
+    """Scales of both signs and zero; masked entries, in one row all entries, are infinite or NaN."""
     aligned = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 40000)
     unaligned = (5, 30, 61, 99, 197, 333, 577, 1001, 2047, 4095, 8191, 9001)
     shapes = [(20, columns) for columns in (*aligned, *unaligned)] + [(600, 577)]
@@ -229,7 +229,7 @@ def test_float64(op, rng, x64):
 
 @every_op
 def test_scalars_and_no_axes(op):
-    """Every element is a row of its own."""
+    """Every element is its own row."""
     x, bias = jnp.asarray([[1.0, -2.0, NAN], [INF, 0.0, 3.0]]), jnp.asarray([0.5, 1.0, 2.0])
     where = np.array([[True], [False]])
     got = run(
@@ -475,7 +475,7 @@ def test_masked_entries_may_hold_anything_in_second_derivatives(op, rng):
 
 
 def test_bias_without_effect_has_no_gradient_kernel(rng):
-    """What is added to whole rows changes nothing: its gradient is zero, to the bit."""
+    """A constant added to a whole row changes nothing: its gradient is zero, to the bit."""
     x, bias = draw(rng, ("bias",), bias_shape=(3, 5, 1))
     for op in (jaxops.softmax, jaxops.log_softmax):
         dbias = jax.grad(lambda b, op=op: jnp.sum(op(x, bias=b) ** 2))(bias)
@@ -491,7 +491,7 @@ def _large(rng, names):
     operands = {"x": x.astype(np.float32)}
     if "scale" in names:
         operands["scale"] = np.float32(1 / 7)
-    if "bias" in names:  # most of which cancels
+    if "bias" in names:  # most of it cancels
         operands["bias"] = (-x / 7 * rng.uniform(0.99, 1.01, x.shape)).astype(np.float32)
     return operands
 

@@ -1,4 +1,4 @@
-"""matmul and dot_general: what is theirs beyond the contract. All values and gradients against float64."""
+"""matmul and dot_general beyond the contract. All values and gradients against float64."""
 
 import functools
 import itertools
@@ -49,7 +49,7 @@ def gradients_of_all(*functions):
 
 
 def check(calls, operands, rng, slack=1):
-    """calls: pairs of ours and a reference; values and gradients of ours against those of the reference in float64."""
+    """calls: pairs of ours and a reference; compares values and gradients of ours with the reference in float64."""
     operands = [[jnp.asarray(x) for x in xs] for xs in operands]
     cotangents = []
     for (ours, reference), xs in zip(calls, operands, strict=True):

@@ -1,4 +1,4 @@
-"""The choice of matmul's kernel, and what is lowered for it."""
+"""The choice of matmul's kernel, and its lowering."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ def product(m, n, k, arithmetic="16bit", layout="NN", **options):
 
 @pytest.mark.parametrize("arithmetic", choices.ARITHMETICS)
 def test_choices_are_possible(arithmetic, rng):
-    """What the handler would refuse is never chosen."""
+    """The choice never contains a kernel that the handler would refuse."""
     shapes = [tuple(int(2 ** rng.uniform(0, 14)) for _ in range(3)) for _ in range(200)]
     for (m, n, k), layout, result_bytes in itertools.product(shapes, ("NN", "NT", "TN", "TT"), (2, 4)):
         choice = choices.choose(product(m, n, k, arithmetic, layout, result_bytes=result_bytes), H200)
@@ -351,7 +351,7 @@ def test_causal_attention_multiplies_triangles(where):
 
 
 def test_triangles(rng):
-    """Values and gradients are those of whole products, wherever they are looked at."""
+    """Values and gradients equal whole products wherever they are used."""
     q, k, v = (jnp.asarray(rng.standard_normal((2, 40, 3, 8)), jnp.float32) for _ in range(3))
 
     def attend(product, q, k, v):

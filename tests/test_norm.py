@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm: what is theirs beyond the contract."""
+"""layer_norm and rms_norm beyond the contract."""
 
 import functools
 import itertools
@@ -400,7 +400,7 @@ def test_where_gradients(dtype, rng):
         for i in range(2):
             rows = np.broadcast_to(empty, shape)
             assert np.isnan(np.asarray(got[i])[rows].astype(np.float64)).all(), what
-            # Where few positions count, others can lie far outside their spread: errors are those of the row's largest.
+            # If few positions count, others can be far outside their spread: errors count in ulp of the row's largest.
             assert_matches(np.where(rows, 0, got[i]), np.where(rows, 0, wanted[i]), f"{what}: result {i}", 16)
         for i in range(2, 4):
             target = wanted[i].reshape(got[i].shape)
@@ -570,7 +570,7 @@ def check_cases(op, cases, dtype, rng, edge=None, sampled=False):
         given = [np.asarray(p).reshape(expanded) for p in xs[1:-1]]
         wanted = closed_form(op, xs[0], *(given if len(given) == 2 else (*given, None)), xs[-1], axis)
         rows = xs[0].size // shape[axis]
-        # Sizes of what cancels: x and its mean in the value; g, mean(g) and x^ mean(g x^) in the gradient of x.
+        # Sizes of terms that cancel: x and its mean in the value; g, mean(g) and x^ mean(g x^) in the gradient of x.
         x, g = wide(xs[0]), np.abs(wide(xs[-1]) * given[0]).max(axis, keepdims=True)
         spread = np.sqrt((x.var if op == "layer_norm" else np.square(x).mean)(axis, keepdims=True) + 1e-6)
         condition = np.abs(x).max(axis, keepdims=True) / spread * coarsest(parameter) / coarsest(dtype)

@@ -32,7 +32,7 @@ def test_ranges_are_named_by_kernel_and_scope(tmp_path):
         [compiler, "-std=c++17", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(tool)], check=True
     )
     environment = os.environ | {"NVTX_INJECTION64_PATH": str(tool), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    # Kernels of a CUDA graph are launched as one, and have no ranges of their own.
+    # The kernels of a CUDA graph are launched together, without their own ranges.
     environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300

@@ -168,7 +168,7 @@ def test_rows_in_parts(op, dtypes, rng, on_gpu):
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("columns", [256, 151])
 def test_parameter_gradients_of_rows_in_parts(op, columns, rng):
-    """Mapped entries with parameters of their own, each of one row along two axes apart."""
+    """Mapped entries with their own parameters; each row is along two separate axes."""
     count = 2 if op == "layer_norm" else 1
     x, *parameters = draw(rng, (70, 3, columns)), *(draw(rng, (3, 70, columns)) for _ in range(count))
 
@@ -224,7 +224,7 @@ def test_masks_are_not_materialised(op, dtype, rng):
         def with_bias(x, bias, where, dy):
             return jax.vjp(lambda x, b: call(x, where=where, bias=b, causal=True), x, bias)[1](dy)
 
-        if dtype == "float32":  # else the gradient of the logits is wider than that of x
+        if dtype == "float32":  # else the logits' gradient is wider than x's gradient
             assert other_instructions(with_bias, x, bias, where, dy) == []
     assert other_instructions(lambda x, w: call(x, (0, 2), w), x, where) == []
     mapped = jax.vmap(lambda x, w, b: call(x, where=w, bias=b), (2, None, None), 2)

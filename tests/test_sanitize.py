@@ -1,4 +1,4 @@
-"""tools/sanitize_gpu.py and what it runs: names of kernels, the choice of calls, the calls themselves on the CPU."""
+"""tools/sanitize_gpu.py: names of kernels, the choice of calls, and the calls themselves on the CPU."""
 
 import ctypes
 import importlib.util
@@ -111,7 +111,7 @@ def test_choice_is_few_cheap_calls():
 
 
 def test_choice_begins_with_placements(monkeypatch):
-    """A kernel of each, the cheapest; what is launched then is left out of the rest."""
+    """The cheapest kernel of each; kernels launched then are left out of the rest."""
     assert Kernel("RowKernel", ("Along<8, 4>", "4", "plain", "f32", "Op")).sharing == "RowKernel Along<8, 4> plain"
     assert Kernel.of(PAD_ROWS).sharing == "PadRows"
     assert Kernel.of(ROW).sharing == "RowKernel Along<256, 8, 1, 16, 1> plain"
@@ -190,7 +190,7 @@ def test_calls_are_those_that_jax_makes(op):
 
 
 def test_handlers_take_the_calls():
-    """Those on few elements, on the CPU half."""
+    """Calls on few elements, on the CPU half."""
     memory, count = kernel_survey.Memory(frames.Host()), 0
     for case in kernel_cases.row_cases():
         call = case.make(case.least)
@@ -208,7 +208,7 @@ class Unwatched:
 
 
 def test_survey(tmp_path, monkeypatch, capsys):
-    """In two goes, of kernels of which one is taken by many rows, and of a call that is refused."""
+    """In two goes: one kernel needs many rows, and one call is refused."""
     launches = Unwatched()
 
     def call_of(rows):
@@ -282,7 +282,7 @@ def test_kernels_once_under_a_tool(sanitize_gpu, tmp_path, monkeypatch, capfd):
 
 
 def test_gpus_of_workers(tmp_path, monkeypatch):
-    """Those of the machine, or those that are chosen already, another one first in each worker."""
+    """The machine's GPUs, or the GPUs already chosen; each worker starts with another one."""
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\nfor i in 0 1 2; do echo GPU $i: one; done\n")
     fake.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Kernels on many devices: what is communicated. The results are compared in transformations.py."""
+"""Communication of kernels on many devices. transformations.py compares the results."""
 
 import itertools
 import math
@@ -189,7 +189,7 @@ def test_shard_map_over_a_part_of_the_mesh(manual, free, rng):
     ],
 )
 def test_every_shard_map_with_every_mesh(kind, way):
-    """Each in a process of its own, which a fault may end."""
+    """Each in a separate process, because a fault may end it."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     script = [sys.executable, manual_axes.__file__, kind, way]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
@@ -328,7 +328,7 @@ def test_types_of_derivatives_in_the_bias(activation, how, rng):
 @pytest.mark.parametrize("how", ["jvp", "vjp"])
 @pytest.mark.parametrize("argument", [0, 1, 2])
 def test_types_of_derivatives_where_a_bias_splits_the_result(argument, how, rng):
-    """The tangents are split as the result, also those that the bias has no part in."""
+    """The tangents are split like the result, even if the bias has no part in them."""
 
     def derivative(f, *xs):
         g = lambda x: f(*xs[:argument], x, *xs[argument + 1 :])  # noqa: E731
@@ -412,7 +412,7 @@ def test_transformer_layer(axes, rng):
         (ours, found), (plain, found_plain) = train(transformer.OURS), train(transformer.PLAIN)
     for got, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-    # XLA turns an all-reduce of which each device uses its part into a reduce-scatter on some platforms only.
+    # If each device uses only its part of an all-reduce, XLA turns it into a reduce-scatter on some platforms.
     got, wanted = by_kind(found), by_kind(found_plain)
     assert set(got) <= {"all-gather", "all-reduce", "reduce-scatter"}
     assert got.get("all-gather", 0) <= wanted.get("all-gather", 0)

@@ -22,9 +22,9 @@ LIMIT = 2**31
 
 
 class Repeated:
-    """An array of which all but the last of `count` equal parts along the first axis are the same memory.
+    """An array of `count` equal parts along the first axis; all parts except the last share memory.
 
-    It takes the memory of two parts, however many there are. own: each part has memory of its own, for a result that
+    It takes the memory of two parts, however many there are. own: each part has separate memory, for a result that
     the handler reads again.
     """
 
@@ -131,7 +131,7 @@ def periodic(op, x, dy, count, scale=1.0, bias=0.0, epsilon=1e-6):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [*LOGITS, *NORMS])
 def test_a_long_row_on_the_cpu(op, rng):
-    """One row of 2^31 - 2^21 floats, of which every 2^20 are the same; softmax's result takes 8 GiB."""
+    """One row of 2^31 - 2^21 floats, in equal runs of 2^20; softmax's result takes 8 GiB."""
     part = 2**20
     count = LIMIT // part - 2
     x, dy, *parameters = (rng.standard_normal(part).astype(np.float32) for _ in range(4))
@@ -181,7 +181,7 @@ LARGE = {
 
 
 def check_rows(op, shape):
-    """Value and gradient of a bfloat16 array of which every 8 elements of a row are the same: its corners."""
+    """The corners of value and gradient of a bfloat16 array whose rows repeat 8 elements."""
     last = (shape[1] - 1) // 8 * 8
     patterns = [jax.random.normal(jax.random.key(seed), (8,), jnp.bfloat16) for seed in range(2)]
 
@@ -218,7 +218,7 @@ def check_matmul(precision, *sizes):
 
 @pytest.fixture
 def check_on_gpu(tmp_path, tmp_path_factory):
-    """Runs one of the functions above in a process of its own, which keeps no memory, one at a time on this machine."""
+    """Runs one of the functions above in a separate process, which keeps no memory; one at a time on this machine."""
 
     def check(function, *arguments):
         with (tmp_path_factory.getbasetemp().parent / "memory of a GPU").open("w") as file:

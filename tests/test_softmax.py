@@ -1,4 +1,4 @@
-"""softmax and log_softmax: what is theirs beyond the contract."""
+"""softmax and log_softmax beyond the contract."""
 
 import functools
 
@@ -91,7 +91,7 @@ def test_where(op, dtype, rng):
 
 @every_op
 def test_where_of_more_axes(op, rng):
-    """Axes are those of the enlarged array. (jax.nn takes maximum and sum over different ones if axis is negative.)"""
+    """Axes index the enlarged array. (jax.nn takes maximum and sum over different ones if axis is negative.)"""
     ours, reference, _ = OPS[op]
     x, mask = rng.standard_normal((4, 5)).astype(np.float32), rng.random((3, 4, 5)) < 0.8
     for axis in (0, 1):

@@ -1,4 +1,4 @@
-"""What the package may not do where it runs, and what its build is made of."""
+"""The package may not use the network or other programs when it runs; its build is pinned."""
 
 import ast
 import os

@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks under remat and scan, a shared layer, a layer that jaxops does not take, parameters of its own."""
+    """Blocks under remat and scan, a shared layer, a layer that jaxops does not have, and its own parameters."""
 
     @nn.compact
     def __call__(self, tokens):

@@ -1,4 +1,4 @@
-"""The matrix of transformations.py, and what does not fit into it."""
+"""The matrix of transformations.py, and cases that do not fit into it."""
 
 import os
 import subprocess
@@ -179,7 +179,7 @@ def test_no_tangent_costs_nothing(rng):
 
 
 def test_persistent_compilation_cache(tmp_path):
-    """A second process compiles nothing, on one device or many; and what differs only in parameters is kept apart."""
+    """A second process compiles nothing, on one device or many. Calls that differ in parameters have two entries."""
     script = """
 import os, sys
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"

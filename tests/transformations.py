@@ -43,7 +43,7 @@ CAUSAL = np.tril(np.ones((SIZES["t"], SIZES["c"]), bool))
 class Op:
     """An op with some of its options.
 
-    ours, reference: functions of the operands, of which `axes` gives the names of the axes: b, t, c are those of x.
+    ours, reference: functions of the operands. `axes` names the operands' axes; x has b, t, c.
     """
 
     ours: Callable[..., jax.Array]
@@ -142,7 +142,7 @@ OPS = {
     ),
 }
 
-#: By name: what is done with a function and operands; the results must be those with the reference.
+#: By name: what is done with a function and operands; results must equal the reference's results.
 TRANSFORMATIONS: dict[str, Callable] = {}
 
 

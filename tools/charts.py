@@ -42,7 +42,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def _of_one_device(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Those of the device on which most were measured."""
+    """The rows of the device with the most measurements."""
     device = statistics.mode(row["device"] for row in rows) if rows else None
     return [row for row in rows if row["device"] == device]
 

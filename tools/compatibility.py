@@ -18,7 +18,7 @@ TESTS = ("import", "registry", "transformations", "flax_linen", "flax_nnx", "pat
 
 
 def pythons() -> list[str]:
-    """One interpreter of each supported minor version, those of pyenv included."""
+    """One interpreter for each supported minor version, including pyenv's."""
     found = {}
     for minor in map(int, re.findall(r'Python :: 3\.(\d+)"', (ROOT / "pyproject.toml").read_text())):
         root = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
@@ -30,8 +30,8 @@ def pythons() -> list[str]:
 
 
 def versions(python: str) -> list[str]:
-    """The versions of jax to test with, of those that PyPI has for this Python: the oldest, and of each minor version
-    the newest.
+    """The versions of jax to test with, among PyPI's versions for this Python: the oldest, and the newest of each
+    minor version.
     """
     bounds = re.search(r"SUPPORTED = \(\((\d+), (\d+)\), \((\d+), (\d+)\)\)", (ROOT / "jaxops/_load.py").read_text())
     low, high = ((int(bounds[i]), int(bounds[i + 1])) for i in (1, 3))

@@ -1,7 +1,7 @@
 """Prints requirements from pyproject.toml, so that they stand in one place: `requirements.py build demo test headers`.
 
-runtime: what jaxops itself needs, in the versions that it supports; build: what builds it without isolation, but the
-jaxlib whose headers it uses; headers: that jaxlib; anything else: the optional dependencies of that name.
+runtime: jaxops' dependencies, in the supported versions; build: the build requirements except jaxlib; headers: the
+jaxlib that provides the FFI headers; any other word: the optional dependencies of that name.
 """
 
 import pathlib

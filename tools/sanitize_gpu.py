@@ -3,18 +3,18 @@
 Under racecheck a launch of a kernel takes up to a second, and in a cluster of 16 blocks up to five, however small: each
 kernel runs once, or a few times, on as few rows as make its blocks take several each (tests/kernel_survey.py). Without
 the tool all calls of tests/kernel_cases.py are made first, CUPTI tells which kernels they launch, and a few calls are
-chosen that together launch all of these, first a kernel of every placement; what is learned is kept in
-build/kernels.json until the module changes. At the end stands which of the module's kernels were launched, and which
-never. `--once racecheck,memcheck` does the same under memcheck; the other tools run tests on call frames of rows of
-every placement (lengths by capacity: COLUMNS_ONCE in tests/row_cases.py) and of every tile, without red zones, as the
+chosen that together launch all of these, first a kernel of every placement; the result is kept in
+build/kernels.json until the module changes. The output ends with the module's launched and missing kernels.
+`--once racecheck,memcheck` does the same under memcheck; the other tools run tests on call frames of rows of every
+placement (lengths by capacity: COLUMNS_ONCE in tests/row_cases.py) and of every tile, without red zones, as the
 tools watch the memory themselves.
 
 Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
-those that fail, and a summary; exits non-zero if one fails.
-`--only "memcheck (softmax|layer_norm) float32"` runs those in whose name the expression is found, `--only racecheck` a
-tool alone; of the kernels that run once, `--kernels "Softmax.*Across"` those in whose name it is found.
-`--survey-seconds` and `--run-seconds` stop early: another survey goes on from there, and what did not run is among what
-was never launched.
+failures, and a summary; exits non-zero if one fails.
+`--only "memcheck (softmax|layer_norm) float32"` runs the processes whose name matches the expression, `--only
+racecheck` a single tool. `--kernels "Softmax.*Across"` selects, among kernels that run once, the kernels whose name
+matches. `--survey-seconds` and `--run-seconds` stop early: another survey continues from there, and kernels that did
+not run count as missing.
 synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
 of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
@@ -59,7 +59,7 @@ class Run:
 
 
 def tests() -> list[str]:
-    """The tests of rows of every placement and of every tile, the slowest first, those of some rows left out."""
+    """The tests of rows of every placement and of every tile, the slowest first, without the tests of some rows."""
     chosen = "test_memory and cuda and not some_rows and not every_layout"
     command = [*PYTEST, "--collect-only", "tests/test_frames.py", "-k", chosen]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -67,7 +67,7 @@ def tests() -> list[str]:
 
 
 def test_runs(tool: str, ids: list[str]) -> list[Run]:
-    """The tests under a tool, those of an op and a dtype together."""
+    """The tests under a tool, one run for each op and dtype."""
     parts = {}
     for test in ids:
         row_op = re.search(r"(\w+)-(\w+)-cuda", test)
@@ -77,7 +77,7 @@ def test_runs(tool: str, ids: list[str]) -> list[Run]:
 
 
 def wanted(tool: str, kernels: str) -> tuple[str, ...]:
-    """The options that say which kernels run once under a tool: those in whose name the expression is found."""
+    """The options that select kernels by name to run once under a tool."""
     return ("--kernels", kernels, *(("--no-matmul",) if tool == "initcheck" else ()))
 
 
@@ -89,7 +89,7 @@ def kernel_runs(tool: str, parts: int, options: argparse.Namespace) -> list[Run]
 
 
 def environment(gpu: str, **more: str) -> dict[str, str]:
-    """That of a process that has one GPU and one thread to itself."""
+    """The environment of a process with one GPU and one thread."""
     one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return os.environ | one | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu} | more
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-#: What the `demo` extra brings.
+#: Packages of the `demo` extra.
 _NEEDED = ("flax", "optax", "rich", "matplotlib")
 
 

@@ -19,7 +19,7 @@ import jaxops
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """What of the model jaxops replaces. Modules have the same parameters, by name, shape and initial value.
+    """The parts of the model that jaxops replaces. Modules have the same parameters, by name, shape and initial value.
 
     layer_norm: module with parameters scale and bias. dense_gelu: module of a number of features, with parameters
     kernel and bias: gelu(x kernel + bias). causal_softmax: of logits [..., queries, keys] times a scale, where query i
@@ -66,7 +66,7 @@ class _DenseGelu(nn.Dense):
         return jaxops.matmul(inputs, kernel, bias=bias, activation="gelu")
 
 
-#: The same model twice: what it is made of, by name.
+#: The parts of both models, by name.
 OPERATIONS = {
     "plain": Operations(
         layer_norm=nn.LayerNorm,

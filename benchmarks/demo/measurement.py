@@ -57,13 +57,13 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """The reference's over that of jaxops: of times, above 1 where jaxops is the faster."""
+        """The reference's over jaxops'. For times, above 1 if jaxops is faster."""
         return self.reference / self.jaxops
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was measured for one op and one dtype of its first operand.
+    """The measurements of one op and one dtype of its first operand.
 
     value_error, gradient_error: the largest |got - wanted| / (eps max |wanted|), where `wanted` is the reference in
     float64, eps the result's machine epsilon, and the gradient that errs most counts: ulp of the largest value.

@@ -40,7 +40,7 @@ def _digits(value: float, count: int) -> str:
 
 
 def measurement_table(rows: list[Row], sizes: Sizes) -> Table:
-    """A row an op and dtype; what errs by more than it may is marked."""
+    """A row for each op and dtype; errors beyond the bound are marked."""
 
     def matrices(shape):
         return f"{list(shape)} @ {list(shape[::-1])}"
@@ -172,7 +172,7 @@ def as_dictionary(
 
 
 def _finite(value: Any) -> Any:
-    """The value with plain Python numbers and with None for what JSON cannot say."""
+    """The value with plain Python numbers, and None for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
