@@ -9,9 +9,10 @@ import frames
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from frame_cases import LOGITS, NORMS, resized, row_calls
 from test_frames import memory as memory
-from test_frames import memory_of, needs_cuda
+from test_frames import memory_of
 
 import jaxops
 
@@ -96,7 +97,7 @@ def test_devices_at_once(rng):
                     np.testing.assert_array_equal(a, b)
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_streams_at_once(memory, rng):
     """Handlers called from threads, each on its own stream; results equal a single call's results, bit by bit."""
     there = memory_of(memory, "cuda")
