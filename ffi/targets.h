@@ -16,7 +16,12 @@
 #define JAXOPS_LOSS_TARGETS(X) X(cross_entropy_fwd) X(cross_entropy_bwd) X(cross_entropy_fwd_bwd)
 
 #ifdef JAXOPS_CUDA
-#define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X) X(matmul) X(epilogue_bwd) X(attention_fwd) X(attention_bwd)
+#define JAXOPS_TARGETS(X) \
+  JAXOPS_ROW_TARGETS(X)   \
+  JAXOPS_LOSS_TARGETS(X)  \
+  X(matmul) X(epilogue_bwd) X(attention_fwd) X(attention_bwd)
+#elif defined(JAXOPS_EMULATED)  // The row kernels for CUDA, as the CPU half.
+#define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X)
 #else  // The CPU half of matmul, its epilogue and attention is XLA's own.
 #define JAXOPS_TARGETS(X) JAXOPS_ROW_TARGETS(X) JAXOPS_LOSS_TARGETS(X)
 #endif

@@ -1,0 +1,682 @@
+// The cross entropy's kernels: one for rows of adjacent elements, read in packs, and one for rows of any layout. A row
+// is read once by the forward pass, with a running maximum and sum in each thread; the backward pass maps elements; the
+// pass that does both holds the row in the registers of a few lanes, a block or a cluster in between.
+#include <bit>
+#include <limits>
+
+#include "core/launch.cuh"
+#include "core/types.cuh"
+#include "ops/cross_entropy/cross_entropy.h"
+#include "rows/math.cuh"
+
+namespace jaxops {
+namespace {
+
+using Pass = CrossEntropyPass;
+
+// A row is shared by `lanes` threads of each of `parts` blocks (a cluster, if they have to join anything); a block of
+// more threads has several rows, and then there is one part.
+constexpr int kUsualBits = 8, kMostBits = 9, kUsualThreads = 1 << kUsualBits, kMostThreads = 1 << kMostBits;
+constexpr int kMostParts = 16;
+// The packs that a thread of the pass that does both holds, and those that one of the others has in flight.
+constexpr int kHeld = 8, kInFlight = 4;
+
+struct PackedArguments {
+  const void* x;
+  void* dx;
+  const int32_t* labels;  // or null
+  const uint8_t* where;   // or null
+  Axes<1> where_rows;
+  int64_t where_step;                    // from column to column
+  float *origin, *total, *picked, *sum;  // picked, sum: or null
+  const float *dtotal, *dpicked, *dsum;  // dpicked, dsum: or null; in a backward pass with `total` the first is dlog
+  float cap, reciprocal, z_loss;         // cap: 0 if there is none; reciprocal: 1 / cap
+  int64_t rows;
+  int columns;
+  int lane_bits, parts;  // lanes are a power of two
+
+  __host__ __device__ int lanes() const { return 1 << lane_bits; }
+};
+
+// Exponentials are taken as 2^(z log2e - level) with level = origin log2e, rounded: one fused operation an element.
+// What the rounding makes of them is a factor of the whole row, which Correction() takes away; so differences of large
+// logits are exact. origin: the row's maximum, 0 if that is not finite.
+constexpr float kLog2E = rows::kLog2E;
+__device__ inline float Level(float origin) { return origin * kLog2E; }
+__device__ inline float Correction(float origin) { return rows::Exp2(-fmaf(origin, kLog2E, -Level(origin))); }
+__device__ inline float Exponential(float z, float level) { return rows::Exp2(fmaf(z, kLog2E, -level)); }
+__device__ inline double Level(double origin) { return origin; }
+__device__ inline double Correction(double) { return 1; }
+__device__ inline double Exponential(double z, double level) { return exp(z - level); }
+// 2^(a - b), or exp(a - b) of doubles: from one level to another.
+__device__ inline float Rescaling(float a, float b) { return rows::Exp2(a - b); }
+__device__ inline double Rescaling(double a, double b) { return exp(a - b); }
+
+// (max, sum of exponentials at the maximum's level, sum of z) of some elements.
+template <class A>
+struct Summary {
+  A max, total, sum;
+
+  __device__ static Summary None() { return {-std::numeric_limits<A>::infinity(), 0, 0}; }
+  __device__ static A Origin(A max) { return fabs(max) < std::numeric_limits<A>::infinity() ? max : A{0}; }
+  __device__ A Origin() const { return Origin(max); }
+  __device__ A Level() const { return jaxops::Level(Origin()); }
+  // The total at another level. That of nothing is 0 at any.
+  __device__ A TotalAt(A level) const { return total == 0 ? A{0} : total * Rescaling(Level(), level); }
+  // Makes `larger` the maximum, if it is.
+  __device__ void Raise(A larger) {
+    if (!(larger > max)) return;
+    total = TotalAt(jaxops::Level(Origin(larger)));
+    max = larger;
+  }
+  __device__ void Add(const Summary& other) {
+    const A both = fmax(max, other.max), level = jaxops::Level(Origin(both));
+    total = TotalAt(level) + other.TotalAt(level);
+    max = both;
+    sum += other.sum;
+  }
+};
+
+// What a row's gradient is made of: dz = (an exponential at `level`) total + sum, and `picked` at the label.
+template <class A>
+struct Cotangents {
+  A level, total, picked, sum;
+  int label;  // -1: none
+  __device__ bool zero() const { return total == 0 && picked == 0 && sum == 0; }
+};
+
+// dlog (1 + 2 z_loss logsumexp) / total, or dlog itself if it is dtotal already (total: null); of exponentials at a
+// level.
+template <class A>
+__device__ A TotalCotangent(A dlog, A origin, const A* total, A z_loss) {
+  if (dlog == 0) return 0;
+  if (total) dlog *= (z_loss == 0 ? A{1} : 1 + 2 * z_loss * (origin + rows::Log(*total))) / *total;
+  return dlog * Correction(origin);
+}
+
+// cap tanh(x / cap). For 16-bit logits tanh(u) = 1 - 2 / (1 + exp(2u)), whose error of 2^-23 of the cap is below
+// theirs.
+template <class T, class A>
+__device__ A Logit(A x, A cap, A reciprocal) {
+  if (cap == 0) return x;
+  if constexpr (sizeof(T) == 2) {
+    return cap - 2 * cap * __frcp_rn(1 + rows::Exp(2 * x * reciprocal));
+  } else {
+    return cap * tanh(x * reciprocal);
+  }
+}
+template <class A>
+__device__ A Slope(A z, A reciprocal) {
+  return 1 - (z * reciprocal) * (z * reciprocal);
+}
+
+__device__ inline float LoadFromBlock(const float* shared, uint32_t rank) {
+  float value = 0;
+#if __CUDA_ARCH__ >= 900
+  uint32_t at;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(SharedAddress(shared)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
+#endif
+  return value;
+}
+
+// The packs of a part of a row: the aligned vectors that hold its elements, the first and the last of which may hold
+// others' too.
+template <class T>
+struct PartOfRow {
+  static constexpr int kPack = kPackOf<T>;
+  using P = Pack<T, kPack>;
+
+  const P* packs;  // the row's first
+  int64_t to_dx;   // from a pack of x to that of dx, in packs
+  int begin, end;  // of this part
+  int head;        // elements of the first pack before the row
+  int columns;
+  bool first_outside, last_outside;  // whether the row's first and last pack reach out of the buffer
+
+  __device__ PartOfRow(const PackedArguments& a, int64_t row, int part) : columns(a.columns) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(a.x);
+    const int before = static_cast<int>(address % 16 / sizeof(T));
+    const int64_t start = before + row * a.columns;
+    head = static_cast<int>(start % kPack);
+    packs = reinterpret_cast<const P*>(address / 16 * 16) + start / kPack;
+    to_dx = reinterpret_cast<P*>(reinterpret_cast<uintptr_t>(a.dx) / 16 * 16) - reinterpret_cast<P*>(address / 16 * 16);
+    const int count = (head + columns + kPack - 1) / kPack,
+              share = a.parts == 1 ? count : (count + a.parts - 1) / a.parts;
+    begin = min(share * part, count);
+    end = min(begin + share, count);
+    first_outside = before > 0 && start < kPack;
+    last_outside = (start / kPack + count) * kPack > before + a.rows * a.columns;
+    if (row >= a.rows) begin = end = 0;
+  }
+  // The column of a pack's first element.
+  __device__ int Column(int pack) const { return pack * kPack - head; }
+  __device__ bool IsWhole(int pack) const { return Column(pack) >= 0 && Column(pack) + kPack <= columns; }
+  __device__ P Load(int pack) const {
+    const bool outside = (first_outside && pack == 0) || (last_outside && Column(pack) + kPack > columns);
+    if (!outside) return packs[pack];
+    P out = {};
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      const int column = Column(pack) + i;
+      if (column >= 0 && column < columns) out.Set(i, reinterpret_cast<const T*>(packs + pack)[i]);
+    }
+    return out;
+  }
+  __device__ void Store(int pack, const P& value) const {
+    P* const to = const_cast<P*>(packs) + pack + to_dx;
+    if (IsWhole(pack)) {
+      *reinterpret_cast<uint4*>(to) = reinterpret_cast<const uint4&>(value);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      const int column = Column(pack) + i;
+      if (column >= 0 && column < columns) reinterpret_cast<T*>(to)[i] = value.Get(i);
+    }
+  }
+};
+
+// What a thread does with its packs of a row.
+template <class T, bool kOptions>
+struct Element {
+  using Part = PartOfRow<T>;
+  using P = typename Part::P;
+  static constexpr int kPack = Part::kPack;
+  static constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+  const PackedArguments& a;
+  const Part& part;
+  const uint8_t* where;  // the row's
+
+  __device__ bool Takes(int column) const { return !where || where[column * a.where_step]; }
+  __device__ bool IsInside(int column) const { return column >= 0 && column < part.columns; }
+
+  // Adds the packs index, index + step, ..., of which those before `end` are there. Others' elements become -inf.
+  template <int kPacks>
+  __device__ void Add(P (&packs)[kPacks], int index, int step, int end, Summary<float>* all) const {
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const int at = index + k * step;
+      if (at < end && !part.IsWhole(at)) {
+#pragma unroll
+        for (int i = 0; i < kPack; ++i)
+          if (!IsInside(part.Column(at) + i)) packs[k].Set(i, static_cast<T>(-kInfinity));
+      }
+    }
+    if constexpr (kOptions) {
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k)
+        if (index + k * step < end) AddLogits(packs[k], part.Column(index + k * step), all);
+    } else {
+      float max = -kInfinity;
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k)
+        if (index + k * step < end) max = fmaxf(max, Largest(packs[k]));
+      all->Raise(max);
+      const float level = all->Level();
+#pragma unroll
+      for (int k = 0; k < kPacks; ++k) {
+        if (index + k * step >= end) continue;
+        float total = 0;
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) total += Exponential(packs[k].template Widen<float>(i), level);
+        all->total += total;
+      }
+    }
+  }
+  __device__ P Gradient(const P& pack, int index, const Cotangents<float>& d) const {
+    const int column = part.Column(index);
+    float dz[kPack];
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      float z = pack.template Widen<float>(i);
+      if constexpr (kOptions) {
+        z = Logit<T>(z, a.cap, a.reciprocal);
+        const float slope = a.cap == 0 ? 1.0f : Slope(z, a.reciprocal);
+        const bool takes = IsInside(column + i) && Takes(column + i);
+        dz[i] = takes ? fmaf(Exponential(z, d.level), d.total, d.sum) * slope : 0;
+        if (column + i == d.label) dz[i] += d.picked * slope;
+      } else {
+        dz[i] = Exponential(z, d.level) * d.total;
+      }
+    }
+    if constexpr (!kOptions) {
+      if (static_cast<uint32_t>(d.label - column) < kPack && d.label >= 0) {
+#pragma unroll
+        for (int i = 0; i < kPack; ++i)
+          if (column + i == d.label) dz[i] += d.picked;
+      }
+    }
+    return ToPack<T, kPack>([&](int i) { return dz[i]; });
+  }
+
+ private:
+  __device__ static float Largest(const P& pack) {
+    if constexpr (sizeof(T) == 2) {
+      using Two = typename P::Two;
+      Two two = reinterpret_cast<const Two&>(pack.words[0]);
+#pragma unroll
+      for (int w = 1; w < kPack / 2; ++w) two = __hmax2(two, reinterpret_cast<const Two&>(pack.words[w]));
+      const Pack<T, 2> both = {{reinterpret_cast<const uint32_t&>(two)}};
+      return fmaxf(both.template Widen<float>(0), both.template Widen<float>(1));
+    } else {
+      return fmaxf(fmaxf(pack.lane[0], pack.lane[1]), fmaxf(pack.lane[2], pack.lane[3]));
+    }
+  }
+  __device__ void AddLogits(const P& pack, int column, Summary<float>* all) const {
+    float z[kPack], max = -kInfinity, total = 0;
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      z[i] = Logit<T>(pack.template Widen<float>(i), a.cap, a.reciprocal);
+      const bool takes = IsInside(column + i) && Takes(column + i);
+      if (takes) all->sum += z[i];
+      z[i] = takes ? z[i] : -kInfinity;
+      max = fmaxf(max, z[i]);
+    }
+    all->Raise(max);
+    const float level = all->Level();
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) total += Exponential(z[i], level);
+    all->total += total;
+  }
+};
+
+// The summary of a whole row, from those of its threads, for all of them: maxima first, then sums at one level.
+template <bool kOptions>
+class Joining {
+ public:
+  __device__ Joining(int lanes, int parts) : lanes_(lanes), parts_(parts) {}
+
+  __device__ void Join(Summary<float>* all) {
+    Shuffle(min(lanes_, 32), all);
+    if (lanes_ > 32) {
+      __shared__ Summary<float> of_warps[kMostThreads / 32];
+      const int warps = lanes_ / 32, warp = threadIdx.x / 32;
+      if (threadIdx.x % 32 == 0) of_warps[warp] = *all;
+      __syncthreads();
+      *all = of_warps[warp / warps * warps + threadIdx.x % warps];
+      Shuffle(warps, all);
+    }
+    if (parts_ > 1) {
+      __shared__ Summary<float> of_block;
+      if (threadIdx.x == 0) of_block = *all;
+      rows::ClusterArrive();
+      rows::ClusterWait();
+      *all = Summary<float>::None();
+      if (const int block = threadIdx.x % kMostParts; block < parts_) {
+        all->max = LoadFromBlock(&of_block.max, block);
+        all->total = LoadFromBlock(&of_block.total, block);
+        if constexpr (kOptions) all->sum = LoadFromBlock(&of_block.sum, block);
+      }
+      Shuffle(kMostParts, all);
+      rows::ClusterArrive();
+    }
+  }
+  // Before a block's memory goes: others may still read it.
+  __device__ void End() const {
+    if (parts_ > 1) rows::ClusterWait();
+  }
+
+ private:
+  __device__ static void Shuffle(int lanes, Summary<float>* all) {
+    float max = all->max;
+    for (int distance = lanes / 2; distance > 0; distance /= 2)
+      max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, distance));
+    all->Raise(max);
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      all->total += __shfl_xor_sync(0xffffffffu, all->total, distance);
+      if constexpr (kOptions) all->sum += __shfl_xor_sync(0xffffffffu, all->sum, distance);
+    }
+  }
+  int lanes_, parts_;
+};
+
+template <class T, Pass kPass, bool kOptions>
+__global__ void __launch_bounds__(kMostThreads, 2) PackedRows(const __grid_constant__ PackedArguments a) {
+  using P = typename PartOfRow<T>::P;
+  const int lane = threadIdx.x & (a.lanes() - 1), step = a.lanes();
+  int64_t rows_before = blockIdx.x;
+  int part_of_row = 0;
+  if (a.parts > 1) {
+    rows_before = blockIdx.x / a.parts;
+    part_of_row = blockIdx.x % a.parts;
+  }
+  const int64_t row = rows_before * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
+  const PartOfRow<T> part(a, row, part_of_row);
+  const bool there = row < a.rows, first = there && lane == 0 && part_of_row == 0;
+  const uint8_t* const where = kOptions && a.where && there ? a.where + a.where_rows.Offset(0, row) : nullptr;
+  const Element<T, kOptions> element = {a, part, where};
+  Cotangents<float> d = {0, 0, 0, 0, -1};
+  if (a.labels && there) d.label = static_cast<int>(ColumnOfLabel(a.labels[row], a.columns));
+  if constexpr (kPass != Pass::kForward) {
+    if (there) {
+      d.total = a.dtotal[row];
+      d.picked = a.dpicked && d.label >= 0 ? a.dpicked[row] : 0;
+      d.sum = a.dsum ? a.dsum[row] : 0;
+    }
+  }
+  // Reads what the row's first thread needs, joins, and writes each row's values; gives the origin.
+  const auto finish = [&](Summary<float>* all, Joining<kOptions>* joining) {
+    float picked = std::numeric_limits<float>::quiet_NaN();
+    if (first && d.label >= 0) picked = static_cast<float>(static_cast<const T*>(a.x)[row * a.columns + d.label]);
+    joining->Join(all);
+    const float origin = all->Origin();
+    all->total *= Correction(origin);
+    if (first) {
+      a.origin[row] = origin;
+      a.total[row] = all->total;
+      if (a.picked) a.picked[row] = Logit<float>(picked, a.cap, a.reciprocal);
+      if (kOptions && a.sum) a.sum[row] = all->sum;
+    }
+    return origin;
+  };
+  if constexpr (kPass == Pass::kForward) {
+    Summary<float> all = Summary<float>::None();
+    for (int pack = part.begin + lane; pack < part.end; pack += kInFlight * step) {
+      P packs[kInFlight];
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k)
+        if (pack + k * step < part.end) packs[k] = part.Load(pack + k * step);
+      element.Add(packs, pack, step, part.end, &all);
+    }
+    Joining<kOptions> joining(step, a.parts);
+    finish(&all, &joining);
+    joining.End();
+  } else if constexpr (kPass == Pass::kBackward) {
+    constexpr int kWorthSkipping = 4096;  // columns: in short rows loads would wait for the cotangents
+    const bool skipped = a.columns >= kWorthSkipping && d.zero();
+    const float origin = there ? a.origin[row] : 0;
+    d.level = Level(origin);
+    d.total = TotalCotangent(d.total, origin, a.total && there ? a.total + row : nullptr, a.z_loss);
+    for (int pack = part.begin + lane; pack < part.end; pack += kInFlight * step) {
+      P packs[kInFlight];
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k)
+        if (pack + k * step < part.end && !skipped) packs[k] = part.Load(pack + k * step);
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        const int index = pack + k * step;
+        if (index < part.end) part.Store(index, d.zero() ? P{} : element.Gradient(packs[k], index, d));
+      }
+    }
+  } else {
+    P packs[kHeld];
+    const int pack = part.begin + lane;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k)
+      if (pack + k * step < part.end) packs[k] = part.Load(pack + k * step);
+    Summary<float> all = Summary<float>::None();
+    element.Add(packs, pack, step, part.end, &all);
+    Joining<kOptions> joining(step, a.parts);
+    const float origin = finish(&all, &joining);
+    d.level = Level(origin);
+    d.total = TotalCotangent(d.total, origin, &all.total, a.z_loss);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      const int index = pack + k * step;
+      if (index < part.end) part.Store(index, d.zero() ? P{} : element.Gradient(packs[k], index, d));
+    }
+    joining.End();
+  }
+}
+
+// Rows of any layout and dtype: 256 threads, those of a row next to each other, or, where neighbouring rows' elements
+// are adjacent, those of 32 rows.
+constexpr int kGeneralThreads = 256;
+
+template <class T>
+struct GeneralArguments {
+  using A = Accumulator<T>;
+  RowShape<CrossEntropyCall::kSlots> shape;
+  Tensor<const T> x;
+  Tensor<T> dx;
+  const int32_t* labels;
+  const uint8_t* where;
+  A *origin, *total, *picked, *sum;
+  const A *dtotal, *dpicked, *dsum;
+  A cap, reciprocal, z_loss;
+};
+
+__device__ inline double LoadElement(const double* x, int64_t at) { return x[at]; }
+__device__ inline void StoreElement(double* x, int64_t at, double value) { x[at] = value; }
+__device__ inline float LoadElement(const AnyTensor& x, int64_t at) {
+  if (x.type == DataType::F32) return static_cast<const float*>(x.data)[at];
+  if (x.type == DataType::F16) return __half2float(static_cast<const __half*>(x.data)[at]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(x.data)[at]);
+}
+__device__ inline void StoreElement(const AnyTensor& x, int64_t at, float value) {
+  if (x.type == DataType::F32) {
+    static_cast<float*>(x.data)[at] = value;
+  } else if (x.type == DataType::F16) {
+    static_cast<__half*>(x.data)[at] = __float2half_rn(value);
+  } else {
+    static_cast<__nv_bfloat16*>(x.data)[at] = __float2bfloat16_rn(value);
+  }
+}
+
+template <class T, Pass kPass>
+__global__ void __launch_bounds__(kGeneralThreads) GeneralRows(const __grid_constant__ GeneralArguments<T> a) {
+  using A = Accumulator<T>;
+  using Call = CrossEntropyCall;
+  constexpr int kWarps = kGeneralThreads / 32;
+  const int near = threadIdx.x % 32, far = threadIdx.x / 32;
+  const bool across = a.shape.across;
+  const int lanes = across ? kWarps : 32, lane = across ? far : near, of_block = across ? near : far;
+  const int64_t row = blockIdx.x * static_cast<int64_t>(kGeneralThreads / lanes) + of_block;
+  const int64_t rows = a.shape.rows.total, columns = row < rows ? a.shape.columns.total : 0;
+  int64_t start[Call::kSlots] = {};
+  if (row < rows) a.shape.rows.Offsets(row, start);
+  // Calls visit(offset of x, whether it takes part, column) for this thread's elements.
+  const auto each = [&](const auto& visit) {
+    for (int64_t column = lane; column < columns; column += lanes) {
+      int64_t at[Call::kSlots];
+      a.shape.columns.Offsets(column, at);
+      visit(start[Call::kFull] + at[Call::kFull], !a.where || a.where[start[Call::kWhere] + at[Call::kWhere]], column);
+    }
+  };
+  const int64_t at_row = start[Call::kRow];
+  Cotangents<A> d = {0, 0, 0, 0, -1};
+  if (a.labels && row < rows) d.label = static_cast<int>(ColumnOfLabel(a.labels[at_row], columns));
+  if constexpr (kPass != Pass::kForward) {
+    if (row < rows) {
+      d.total = a.dtotal[at_row];
+      d.picked = a.dpicked && d.label >= 0 ? a.dpicked[at_row] : 0;
+      d.sum = a.dsum ? a.dsum[at_row] : 0;
+      if constexpr (kPass == Pass::kBackward) {
+        d.level = Level(a.origin[at_row]);
+        d.total = TotalCotangent<A>(d.total, a.origin[at_row], nullptr, 0);
+      }
+    }
+  }
+  if constexpr (kPass != Pass::kBackward) {
+    Summary<A> all = Summary<A>::None();
+    each([&](int64_t offset, bool takes, int64_t column) {
+      const A z = Logit<A>(static_cast<A>(LoadElement(a.x, offset)), a.cap, a.reciprocal);
+      if (column == d.label) a.picked[at_row] = z;
+      if (!takes) return;
+      all.Raise(z);
+      all.total += Exponential(z, all.Level());
+      all.sum += z;
+    });
+    __shared__ Summary<A> shared[kGeneralThreads];
+    shared[threadIdx.x] = all;
+    __syncthreads();
+    const int step = across ? 32 : 1, base = across ? near : far * 32;
+    all = shared[base];
+    for (int k = 1; k < lanes; ++k) all.Add(shared[base + k * step]);
+    const A origin = all.Origin();
+    all.total *= Correction(origin);
+    if (row < rows && lane == 0) {
+      a.origin[at_row] = origin;
+      a.total[at_row] = all.total;
+      if (a.sum) a.sum[at_row] = all.sum;
+      if (a.picked && d.label < 0) a.picked[at_row] = std::numeric_limits<A>::quiet_NaN();
+    }
+    if constexpr (kPass == Pass::kBoth) {
+      d.level = Level(origin);
+      d.total = TotalCotangent<A>(d.total, origin, &all.total, a.z_loss);
+    }
+  }
+  if constexpr (kPass != Pass::kForward) {
+    const bool zero = d.zero();
+    each([&](int64_t offset, bool takes, int64_t column) {
+      A dz = 0;
+      if (!zero) {
+        const A z = Logit<A>(static_cast<A>(LoadElement(a.x, offset)), a.cap, a.reciprocal);
+        const A slope = a.cap == 0 ? A{1} : Slope(z, a.reciprocal);
+        dz = takes ? (Exponential(z, d.level) * d.total + d.sum) * slope : A{0};
+        if (column == d.label) dz += d.picked * slope;
+      }
+      StoreElement(a.dx, offset, dz);
+    });
+  }
+}
+
+// Whether PackedRows takes a call.
+bool IsPacked(const CrossEntropyCall& call) {
+  using Call = CrossEntropyCall;
+  const auto& columns = call.shape.columns;
+  if (call.x->element_type() == DataType::F64 || columns.count != 1) return false;
+  if (columns.total > 1 && (call.shape.across || columns.strides[0][Call::kFull] != 1)) return false;
+  const auto misplaced = [](const std::optional<AnyBuffer>& x) {
+    return reinterpret_cast<uintptr_t>(x->untyped_data()) % 16;
+  };
+  return !call.dx || misplaced(call.x) == misplaced(call.dx);
+}
+
+// log2 of n, rounded up.
+int Bits(int64_t n) { return std::bit_width(static_cast<uint64_t>(std::max<int64_t>(n, 1) - 1)); }
+
+// The lanes and parts of a pass; false: a cluster does not hold a row. Parts: 8 are portable.
+template <class T>
+bool Place(Pass pass, int multiprocessors, PackedArguments* a) {
+  constexpr int64_t kPack = kPackOf<T>;
+  const bool whole = a->columns % kPack == 0 && IsAligned(a->x);
+  const int64_t packs = (a->columns + kPack - 1) / kPack + !whole, threads = (packs + kHeld - 1) / kHeld;
+  const bool clusters = CompiledCapability() >= kHopper;
+  a->lane_bits = std::min(Bits(threads), kUsualBits);
+  a->parts = 1;
+  if (pass == Pass::kBoth && threads > kUsualThreads) {
+    const int64_t few = clusters ? 8 : 1, most = clusters ? kMostParts : 1;
+    if (!clusters || threads > few * kUsualThreads) a->lane_bits = kMostBits;
+    const int64_t parts = (threads + a->lanes() - 1) / a->lanes();
+    if (parts > most) return false;
+    a->parts = static_cast<int>(parts);
+  }
+  // Few rows: more threads for each, then more blocks, while the threads have packs.
+  while (a->lane_bits < kUsualBits && (a->rows << a->lane_bits) < multiprocessors * kUsualThreads &&
+         packs > 2 * a->lanes()) {
+    ++a->lane_bits;
+  }
+  const int most = pass == Pass::kBackward ? 1024 : clusters ? 8 : 1;
+  while (a->lane_bits == kUsualBits && 2 * a->parts <= most && a->rows * a->parts < 2 * multiprocessors &&
+         packs > 2 * a->parts * a->lanes()) {
+    a->parts *= 2;
+  }
+  return true;
+}
+
+template <class T, Pass kPass>
+cudaError_t LaunchPacked(Device stream, const CrossEntropyCall& call, PackedArguments a) {
+  using Call = CrossEntropyCall;
+  int multiprocessors = 0;
+  if (const cudaError_t status = CountMultiprocessors(&multiprocessors); status != cudaSuccess) return status;
+  if (!Place<T>(kPass, multiprocessors, &a)) {
+    if (const cudaError_t status = LaunchPacked<T, Pass::kForward>(stream, call, a); status != cudaSuccess)
+      return status;
+    return LaunchPacked<T, Pass::kBackward>(stream, call, a);
+  }
+  const int teams = std::max(kUsualThreads >> a.lane_bits, 1);
+  const Grid grid = {(a.rows + teams - 1) / teams * a.parts, teams * a.lanes(), kPass == Pass::kBackward ? 1 : a.parts};
+  if (a.where) {
+    a.where_rows = call.shape.rows.Only(Call::kWhere);
+    a.where_step = call.shape.columns.strides[0][Call::kWhere];
+  }
+  if (a.where || a.cap != 0 || a.sum || a.dsum) return Launch(stream, PackedRows<T, kPass, true>, grid, a);
+  return Launch(stream, PackedRows<T, kPass, false>, grid, a);
+}
+
+template <Pass kPass>
+Error Run(const char* handler, Device stream, const CrossEntropyCall& call) {
+  if (call.shape.size() == 0) return Error::Success();
+  const DataType type = call.x->element_type();
+  if (IsPacked(call)) {
+    PackedArguments a = {};
+    a.x = call.x->untyped_data();
+    a.dx = call.dx ? call.dx->untyped_data() : nullptr;
+    a.labels = DataOrNull<int32_t>(call.labels);
+    a.where = DataOrNull<uint8_t>(call.where);
+    a.origin = DataOrNull<float>(call.origin);
+    a.total = DataOrNull<float>(call.total);
+    a.picked = DataOrNull<float>(call.picked);
+    a.sum = DataOrNull<float>(call.sum);
+    a.dtotal = DataOrNull<float>(call.dtotal);
+    a.dpicked = DataOrNull<float>(call.dpicked);
+    a.dsum = DataOrNull<float>(call.dsum);
+    a.cap = static_cast<float>(call.cap);
+    a.reciprocal = static_cast<float>(call.cap > 0 ? 1 / call.cap : 0);
+    a.z_loss = static_cast<float>(call.z_loss);
+    a.rows = call.shape.total_rows();
+    a.columns = static_cast<int>(call.shape.columns.total);
+    return First(
+        Types<__nv_bfloat16, __half, float>{}, Invalid(handler, "no kernel for this element type"),
+        [=]<class T> { return type == kDataType<T>; },
+        [&]<class T> { return FromCuda(handler, LaunchPacked<T, kPass>(stream, call, a)); });
+  }
+  const auto general = [&]<class T> {
+    using A = Accumulator<T>;
+    GeneralArguments<T> a = {call.shape,
+                             Data<const T>(*call.x),
+                             DataOrNull<T>(call.dx),
+                             DataOrNull<int32_t>(call.labels),
+                             DataOrNull<uint8_t>(call.where),
+                             DataOrNull<A>(call.origin),
+                             DataOrNull<A>(call.total),
+                             DataOrNull<A>(call.picked),
+                             DataOrNull<A>(call.sum),
+                             DataOrNull<A>(call.dtotal),
+                             DataOrNull<A>(call.dpicked),
+                             DataOrNull<A>(call.dsum),
+                             static_cast<A>(call.cap),
+                             static_cast<A>(call.cap > 0 ? 1 / call.cap : 0),
+                             static_cast<A>(call.z_loss)};
+    const int64_t rows = call.shape.across ? 32 : kGeneralThreads / 32;
+    const Grid grid = {(call.shape.total_rows() + rows - 1) / rows, kGeneralThreads};
+    return FromCuda(handler, Launch(stream, GeneralRows<T, kPass>, grid, a));
+  };
+  if (type == DataType::F64) return general.template operator()<double>();
+  return general.template operator()<AnyFloat>();
+}
+
+Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+              double cap, bool has_labels, bool has_where, bool has_sum) {
+  const char* handler = "cross_entropy_fwd";
+  CrossEntropyCall call;
+  JAXOPS_RETURN_IF_ERROR(
+      ParseCrossEntropy(handler, Pass::kForward, axes, cap, 0, has_labels, has_where, has_sum, args, results, &call));
+  return Run<Pass::kForward>(handler, stream, call);
+}
+
+Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+               double cap, bool has_labels, bool has_where, bool has_dsum) {
+  const char* handler = "cross_entropy_bwd";
+  CrossEntropyCall call;
+  JAXOPS_RETURN_IF_ERROR(
+      ParseCrossEntropy(handler, Pass::kBackward, axes, cap, 0, has_labels, has_where, has_dsum, args, results, &call));
+  return Run<Pass::kBackward>(handler, stream, call);
+}
+
+Error ForwardBackward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
+                      double cap, bool has_labels, bool has_where, bool has_dsum, double z_loss) {
+  const char* handler = "cross_entropy_fwd_bwd";
+  CrossEntropyCall call;
+  JAXOPS_RETURN_IF_ERROR(ParseCrossEntropy(handler, Pass::kBoth, axes, cap, z_loss, has_labels, has_where, has_dsum,
+                                           args, results, &call));
+  return Run<Pass::kBoth>(handler, stream, call);
+}
+
+}  // namespace
+}  // namespace jaxops
+
+JAXOPS_CROSS_ENTROPY_HANDLERS;
