@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.numpy import matmul as _jax_matmul
 
 from jaxops._warnings import warn
 
@@ -75,7 +76,7 @@ def result_dtype(
 @functools.lru_cache(maxsize=256)
 def _check_precision(precision: Any) -> None:
     matrix = jax.ShapeDtypeStruct((1, 1), np.float32)
-    jax.eval_shape(functools.partial(jnp.matmul, precision=precision), matrix, matrix)
+    jax.eval_shape(functools.partial(_jax_matmul, precision=precision), matrix, matrix)
 
 
 def precision(op: str, name: str, value: Any) -> Any:

@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from jax import checkpoint_policies as jax_policies
 
 from jaxops._kernel import KERNELS
+
+_jax_dots_saveable = jax_policies.dots_saveable
+_jax_dots_with_no_batch_dims_saveable = jax_policies.dots_with_no_batch_dims_saveable
 
 
 def dots_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -27,7 +30,7 @@ def dots_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
     """
     if primitive in (KERNELS["matmul"].primitive, KERNELS["attention_fwd"].primitive):
         return True
-    return jax.checkpoint_policies.dots_saveable(primitive, *operands, **params)
+    return _jax_dots_saveable(primitive, *operands, **params)
 
 
 def dots_with_no_batch_dims_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -40,7 +43,7 @@ def dots_with_no_batch_dims_saveable(primitive: Any, *operands: Any, **params: A
         lhs, rhs, *_ = matmul.layout(*operands, **params).operands
         batch = (name for name in set(lhs) & set(rhs) if name.startswith("batch"))
         return all(operands[0].shape[lhs.index(name)] == 1 for name in batch)
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
+    return _jax_dots_with_no_batch_dims_saveable(primitive, *operands, **params)
 
 
 def save_only_these_ops(*ops: str) -> Callable[..., bool]:

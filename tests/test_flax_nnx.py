@@ -177,6 +177,49 @@ def test_projections_that_differ(rng):
     cases.assert_same(*results, ulp=64)
 
 
+#: Attributes of projections that layers may be given after they were made, and the dtype of the inputs.
+PROJECTIONS = {
+    "preferred_element_type": (jnp.float32, "bfloat16"),
+    "dtype": (jnp.bfloat16, "float32"),
+    "precision": ("highest", "float32"),
+    "promote_dtype": (lambda arrays, dtype=None: tuple(2 * x for x in arrays), "float32"),
+    "axis": ((-2,), "float32"),
+    "dot_general": (lambda *xs, **options: 2 * jax.lax.dot_general(*xs, **options), "float32"),
+    "dot_general_cls": (lambda: lambda *xs, **options: 3 * jax.lax.dot_general(*xs, **options), "float32"),
+}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("attribute", PROJECTIONS)
+def test_attributes_of_projections(rng, attribute, swapped):
+    """All that Flax's layer takes from a projection of self-attention, which are one product here."""
+    value, dtype = PROJECTIONS[attribute]
+    x, results = cases.draw(rng, (2, 16, 16), dtype), []
+    for library in (nnx if swapped else fast, nnx):
+        layer = library.MultiHeadAttention(
+            num_heads=4, in_features=16, decode=False, rngs=nnx.Rngs(0), param_dtype=jnp.dtype(dtype)
+        )
+        for projection in (layer.query, layer.key, layer.value):
+            setattr(projection, attribute, value)
+        layer = layer if results or not swapped else fast.swap(layer)[0]
+        results.append(layer(x))
+    cases.assert_same(*results, ulp=64, rounding="bfloat16" if attribute == "dtype" else dtype)
+
+
+def test_decoding_with_a_cache_of_another_dtype(rng):
+    """The projections give the cache's dtype."""
+    x, results = cases.draw(rng, (2, 1, 16), "bfloat16"), []
+    for library in (fast, nnx):
+        layer = library.MultiHeadAttention(
+            num_heads=4, in_features=16, decode=True, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16
+        )
+        for projection in (layer.query, layer.key, layer.value):
+            projection.preferred_element_type = jnp.float32
+        layer.init_cache((2, 4, 16), dtype=jnp.float32)
+        results.append([layer(x), layer(x)])
+    cases.assert_same(*results, ulp=64, rounding="bfloat16")
+
+
 @pytest.mark.parametrize("dtypes", [("float32", "float32", "bfloat16"), ("float16", "bfloat16", "float16")], ids=str)
 @pytest.mark.parametrize("layer", ["Linear", "LinearGeneral"])
 def test_preferred_element_type(rng, layer, dtypes):

@@ -16,9 +16,11 @@ from jax.experimental import pallas as pl
 import jaxops
 from jaxops import _patch, _warnings
 from jaxops.flax import linen
+from jaxops.flax import nnx as fast
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 8)), jnp.float32)
 ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "standardize")}
+ORIGINAL_DOT = jax.lax.dot_general
 MASK = jnp.asarray(np.random.default_rng(1).random((3, 8)) < 0.7).at[:, 0].set(True)
 
 
@@ -222,3 +224,65 @@ def test_pallas_kernels_on_a_gpu():
             got = jax.jit(run)(x)
         for y in (got, run(x)):
             np.testing.assert_allclose(y, ORIGINALS[name](x), rtol=1e-5, atol=1e-6)
+
+
+def replaced_by_hand(monkeypatch):
+    """Every name of JAX's and Flax's for which jaxops has something of the same name, replaced by that."""
+    for name in ("softmax", "log_softmax"):
+        monkeypatch.setattr(nn, name, getattr(jaxops, name))
+    for name in jaxops.__all__:
+        if hasattr(jax.nn, name):
+            monkeypatch.setattr(jax.nn, name, getattr(jaxops, name))
+    monkeypatch.setattr(jax.lax, "dot_general", jaxops.dot_general)
+    monkeypatch.setattr(jnp, "matmul", jaxops.matmul)
+    for name in ("dots_saveable", "dots_with_no_batch_dims_saveable"):
+        monkeypatch.setattr(jax.checkpoint_policies, name, getattr(jaxops.checkpoint_policies, name))
+    for flax, ours in ((nn, linen), (nnx, fast)):
+        for name in ours.__all__:
+            if hasattr(flax, name):
+                monkeypatch.setattr(flax, name, getattr(ours, name))
+
+
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")
+def test_names_replaced_by_hand(monkeypatch, rng):
+    """jaxops calls JAX's and Flax's own, whatever their names stand for meanwhile."""
+    a, b, x = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((3, 5, 11), (3, 11, 7), (2, 5, 8)))
+    mask = x > -0.5
+
+    def twice(*xs, **options):
+        return 2 * ORIGINAL_DOT(*xs, **options)
+
+    def results():
+        key, attention = jax.random.key(0), nn.MultiHeadDotProductAttention(2)
+        rngs = nnx.Rngs(0)
+        yield jax.nn.logsumexp(x, b=x), jax.nn.softmax(x + 1j), jax.nn.log_softmax(x + 1j)  # without a kernel
+        yield jnp.matmul(a.astype(int), b.astype(int)), jnp.matmul(a, b), jnp.matmul(a[:1, None], b)
+        yield jax.lax.dot_general(a, b, (((2,), (1,)), ((0,), (0,))), precision="highest")
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        yield jax.jit(jax.grad(jax.checkpoint(lambda a: jnp.sum(jnp.matmul(a, b) ** 2), policy=policy)))(a)
+        for layer, options in (
+            (nn.RMSNorm(), {"mask": mask}),
+            (nn.LayerNorm(), {"mask": mask}),
+            (nn.LayerNorm(epsilon=-1e-9), {}),
+            (nn.Dense(3, dot_general=twice), {}),
+            (nn.DenseGeneral((2, 3), axis=(-1, -2)), {}),
+            (attention, {}),
+        ):
+            yield layer.init_with_output(key, x, **options)
+        for layer, options in (
+            (nnx.RMSNorm(8, rngs=rngs), {"mask": mask}),
+            (nnx.LayerNorm(8, rngs=rngs), {"mask": mask}),
+            (nnx.Linear(8, 3, dot_general=twice, rngs=rngs), {}),
+            (nnx.LinearGeneral((5, 8), (2, 3), axis=(-2, -1), rngs=rngs), {}),
+            (nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs), {}),
+        ):
+            yield layer(x, **options), nnx.state(layer, nnx.Param)
+
+    with jax.default_matmul_precision("highest"):
+        wanted = jax.tree.leaves(list(results()))
+        replaced_by_hand(monkeypatch)
+        got = jax.tree.leaves(list(results()))
+        fast.swap(nnx.Linear(8, 3, rngs=nnx.Rngs(0)))
+    for ours, reference in zip(got, wanted, strict=True):
+        assert ours.dtype == reference.dtype
+        np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-4)

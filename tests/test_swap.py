@@ -366,6 +366,41 @@ def test_nnx_in_place():
     cases.assert_same(plain(x), model(x), ulp=64)
 
 
+@pytest.mark.parametrize("products", [True, False])
+@pytest.mark.parametrize("rope", [False, True])
+def test_equal_layers_stay_equal(products, rope):
+    """They can be stacked and scanned, and a second swap of a model is traced no second time."""
+    if rope and not hasattr(nnx, "dot_product_attention_with_rope"):
+        pytest.skip("this Flax has no rotary attention")
+    options = {}
+    if rope:
+        rope = lambda x, positions: 0.5 * x  # noqa: E731
+        options["attention_fn"] = functools.partial(nnx.dot_product_attention_with_rope, rope=rope)
+
+    def make(seed):
+        rngs = nnx.Rngs(seed)
+        attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs, **options)
+        return nnx.Sequential(nnx.LayerNorm(16, rngs=rngs), attention, nnx.Linear(16, 16, rngs=rngs))
+
+    plain, x, traced = [make(0), make(1)], jnp.ones((1, 6, 16)), []
+
+    def run(model):
+        (graphdef, state), (other, state_of_other) = map(nnx.split, model)
+        assert graphdef == other and hash(graphdef) == hash(other)
+        states = jax.tree.map(lambda *leaves: jnp.stack(leaves), state, state_of_other)
+        return jax.lax.scan(lambda x, state: (nnx.merge(graphdef, state)(x), None), x, states)[0]
+
+    @nnx.jit
+    def call(layer):
+        traced.append(layer)
+        return layer(x)
+
+    swapped = [fast.swap(layer, products=products)[0] for layer in plain]
+    np.testing.assert_allclose(run(swapped), run(plain), rtol=1e-4, atol=1e-4)
+    call(swapped[0]), call(swapped[1]), call(fast.swap(plain[0], products=products)[0])
+    assert len(traced) == 1
+
+
 def test_nnx_swaps_again():
     swapped, first = fast.swap(nnx_model())
     _, second = fast.swap(swapped)

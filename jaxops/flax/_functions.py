@@ -162,7 +162,7 @@ def contract(
 
 
 def contract_together(
-    inputs: jax.Array, kernels: Sequence[jax.Array], biases: Sequence[jax.Array] | None, *, precision: Any = None
+    inputs: jax.Array, kernels: Sequence[jax.Array], biases: Sequence[jax.Array] | None, **options: Any
 ) -> list[jax.Array]:
     """Computes inputs kernel + bias for several kernels `[k, heads, depth]` with one product, forward and backward.
 
@@ -170,7 +170,7 @@ def contract_together(
     """
     kernel = jnp.stack(kernels, axis=-2)
     bias = None if biases is None else jnp.stack(biases, axis=-2)
-    out = contract(inputs, kernel, bias, axes=(inputs.ndim - 1,), precision=precision)
+    out = contract(inputs, kernel, bias, axes=(inputs.ndim - 1,), **options)
     # Split instead of indexing: a split's transpose is a concatenation, a slice's transpose pads and adds.
     return [jnp.squeeze(part, -2) for part in jax.lax.split(out, (1,) * len(kernels), axis=out.ndim - 2)]
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax.lax import dot_general as _jax_dot_general
 
 from jaxops._warnings import warn_fallback
 from jaxops.flax import _arguments as arguments
@@ -40,6 +43,17 @@ __all__ = [
 ]
 
 _Model = TypeVar("_Model", bound=nnx.Module)
+
+#: Flax's own, even if their names stand for something else later.
+_FLAX = types.SimpleNamespace(
+    LayerNorm=nnx.LayerNorm,
+    RMSNorm=nnx.RMSNorm,
+    Linear=nnx.Linear,
+    LinearGeneral=nnx.LinearGeneral,
+    MultiHeadAttention=nnx.MultiHeadAttention,
+    dot_product_attention=nnx.dot_product_attention,
+    dot_product_attention_with_rope=getattr(nnx, "dot_product_attention_with_rope", None),  # since 0.12.9
+)
 
 
 # Normalisation
@@ -92,7 +106,7 @@ class LayerNorm(nnx.LayerNorm):
 
         With `residual`, an array of x's shape, returns the pair (normalised sum, sum).
         """
-        return _normalise(self, x, mask, True, nnx.LayerNorm, residual)
+        return _normalise(self, x, mask, True, _FLAX.LayerNorm, residual)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -113,7 +127,7 @@ class RMSNorm(nnx.RMSNorm):
 
         With `residual`, an array of x's shape, returns the pair (normalised sum, sum).
         """
-        return _normalise(self, x, mask, False, nnx.RMSNorm, residual)
+        return _normalise(self, x, mask, False, _FLAX.RMSNorm, residual)
 
 
 # Linear layers
@@ -122,14 +136,19 @@ class RMSNorm(nnx.RMSNorm):
 def _why_no_product(layer: Any) -> str | None:
     if getattr(layer, "dot_general_cls", None) is not None:
         return "dot_general_cls= is given"
-    if layer.dot_general not in (None, jax.lax.dot_general):
+    if layer.dot_general not in (None, _jax_dot_general):
         return "dot_general= is given"
     return None
 
 
-def _product(layer: Any, inputs: jax.Array, axes, batch_axes, activation, out_sharding) -> jax.Array:
+def _promoted(layer: Any, inputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The inputs, the kernel and the bias, as the layer promotes them."""
     bias = None if layer.bias is None else layer.bias[...]
-    inputs, kernel, bias = layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
+    return layer.promote_dtype((inputs, layer.kernel[...], bias), dtype=layer.dtype)
+
+
+def _product(layer: Any, inputs: jax.Array, axes, batch_axes, activation, out_sharding) -> jax.Array:
+    inputs, kernel, bias = _promoted(layer, inputs)
     return _functions.contract(
         inputs,
         kernel,
@@ -174,7 +193,7 @@ class Linear(nnx.Linear):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """`[..., in_features]` to `[..., out_features]`; with `out_sharding` the product is XLA's."""
         if _why_no_product(self):
-            return nnx.Linear.__call__(self, inputs, out_sharding)
+            return _FLAX.Linear.__call__(self, inputs, out_sharding)
         inputs = arguments.inputs("Linear", inputs)
         return _product(self, inputs, (inputs.ndim - 1,), (), self.activation, out_sharding)
 
@@ -198,7 +217,7 @@ class LinearGeneral(nnx.LinearGeneral):
         if id(self) in (projections := _projections.get() or {}):
             return projections[id(self)]
         if _why_no_product(self):
-            return nnx.LinearGeneral.__call__(self, inputs, out_sharding)
+            return _FLAX.LinearGeneral.__call__(self, inputs, out_sharding)
         inputs = arguments.inputs("LinearGeneral", inputs)
         named = (self.axis, self.batch_axis)
         axes, batch_axes = (_functions.canonical_axes(axes, inputs.ndim) for axes in named)
@@ -379,7 +398,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     def __init__(self, *args: Any, attention_fn: Callable[..., jax.Array] = dot_product_attention, **options: Any):
         super().__init__(*args, attention_fn=attention_fn, **options)
         for child in (self.query, self.key, self.value, self.out, self.query_ln, self.key_ln):
-            if child is not None and _why_not(child) is None:
+            if type(child) in _SWAPS and _why_not(child) is None:
                 _swap_layer(child)
 
     def __call__(self, inputs_q: jax.Array, *others: Any, **options: Any) -> jax.Array:
@@ -398,47 +417,67 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         ours = all(type(layer) is LinearGeneral and _why_no_product(layer) is None for layer in layers)
         if not ours or any(_of_projection(layer) != _of_projection(layers[0]) for layer in layers):
             return {}
-        biases = [layer.bias[...] for layer in layers if layer.bias is not None]
-        arrays = (inputs, *(layer.kernel[...] for layer in layers), *biases)
-        inputs, *arrays = self.query.promote_dtype(arrays, dtype=self.query.dtype)
-        found = _functions.contract_together(inputs, arrays[:3], arrays[3:] or None, precision=self.query.precision)
+        if layers[0].batch_axis or _functions.canonical_axes(layers[0].axis, inputs.ndim) != (inputs.ndim - 1,):
+            return {}
+        promoted, kernels, biases = zip(*(_promoted(layer, inputs) for layer in layers), strict=True)
+        found = _functions.contract_together(
+            promoted[0],
+            kernels,
+            None if None in biases else biases,
+            precision=self.query.precision,
+            preferred_element_type=self.query.preferred_element_type,
+        )
         return {id(layer): projection for layer, projection in zip(layers, found, strict=True)}
 
 
 def _of_projection(layer: nnx.LinearGeneral) -> tuple[Any, ...]:
     """The attributes that projections must share to be computed together; key and value may have fewer heads."""
     arrays = [(a.shape, a.dtype) if a is not None else None for a in (layer.kernel, layer.bias)]
-    return (*arrays, layer.axis, layer.dtype, layer.precision, layer.promote_dtype, layer.preferred_element_type)
+    names = ("axis", "batch_axis", "dtype", "precision", "promote_dtype", "preferred_element_type")
+    return (*arrays, *(getattr(layer, name) for name in names))
 
 
 # Whole models
 
 #: Whose `__call__` is replaced by which class's.
 _SWAPS: dict[type, type] = {
-    nnx.LayerNorm: LayerNorm,
-    nnx.RMSNorm: RMSNorm,
-    nnx.Linear: Linear,
-    nnx.LinearGeneral: LinearGeneral,
-    nnx.MultiHeadAttention: MultiHeadAttention,
+    _FLAX.LayerNorm: LayerNorm,
+    _FLAX.RMSNorm: RMSNorm,
+    _FLAX.Linear: Linear,
+    _FLAX.LinearGeneral: LinearGeneral,
+    _FLAX.MultiHeadAttention: MultiHeadAttention,
 }
+
+
+#: The attention of a swap that leaves products to XLA. Like those in `_MADE` it is made once: layers that are equal
+#: before a swap are equal after it, as functions compare by identity.
+_attend_with_xla = functools.partial(dot_product_attention, dot_general=_jax_dot_general)
+
+#: What `_own_attention` made of partial functions of Flax's, by whether products are swapped.
+_MADE: weakref.WeakKeyDictionary[Any, dict[bool, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
 def _own_attention(attention: Callable[..., Any], products: bool = True) -> Callable[..., Any] | None:
     """jaxops' counterpart of a Flax attention function."""
-    options = {} if products else {"dot_general": jax.lax.dot_general}
-    if attention is nnx.dot_product_attention:
-        return functools.partial(dot_product_attention, **options) if options else dot_product_attention
-    rope = getattr(nnx, "dot_product_attention_with_rope", None)  # Flax has it since 0.12.9
-    if isinstance(attention, functools.partial) and rope is not None and attention.func is rope:
-        return functools.partial(dot_product_attention_with_rope, *attention.args, **attention.keywords, **options)
-    return None
+    if attention is _FLAX.dot_product_attention:
+        return dot_product_attention if products else _attend_with_xla
+    rope = _FLAX.dot_product_attention_with_rope
+    if not isinstance(attention, functools.partial) or rope is None or attention.func is not rope:
+        return None
+    made = _MADE.setdefault(attention, {})
+    if products not in made:
+        options = {} if products else {"dot_general": _jax_dot_general}
+        made[products] = functools.partial(
+            dot_product_attention_with_rope, *attention.args, **attention.keywords, **options
+        )
+    return made[products]
 
 
 def _why_not(layer: nnx.Module) -> str | None:
     """Why a layer of a class in `_SWAPS` stays with Flax."""
-    if isinstance(layer, nnx.LayerNorm | nnx.RMSNorm):
+    if isinstance(layer, _FLAX.LayerNorm | _FLAX.RMSNorm):
         return _functions.why_no_norm(layer)
-    if isinstance(layer, nnx.MultiHeadAttention):
+    if isinstance(layer, _FLAX.MultiHeadAttention):
         name = getattr(layer.attention_fn, "__name__", layer.attention_fn)
         return None if _own_attention(layer.attention_fn) else f"attention_fn= is {name}"
     return _why_no_product(layer)
@@ -454,7 +493,7 @@ def _how(layer: nnx.MultiHeadAttention, products: bool) -> str:
 
 def _swap_layer(layer: nnx.Module, products: bool = True) -> None:
     """Turns the layer into ours: the same object, attributes and variables with another class."""
-    if isinstance(layer, nnx.MultiHeadAttention):
+    if isinstance(layer, _FLAX.MultiHeadAttention):
         layer.attention_fn = _own_attention(layer.attention_fn, products)
     object.__setattr__(layer, "__class__", _SWAPS[type(layer)])
 
@@ -498,11 +537,11 @@ def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_M
         where = "/".join(map(str, path)) or type(layer).__name__
         if type(layer) in _SWAPS:
             why = _why_not(layer)
-            if not products and isinstance(layer, nnx.Linear | nnx.LinearGeneral):
+            if not products and isinstance(layer, _FLAX.Linear | _FLAX.LinearGeneral):
                 why = why or "products=False"
             if why is None:
                 report.swapped[where] = type(layer).__name__
-                if isinstance(layer, nnx.MultiHeadAttention):
+                if isinstance(layer, _FLAX.MultiHeadAttention):
                     report.attention[where] = _how(layer, products)
                 _swap_layer(layer, products)
             else:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad
+from jax.nn import gelu, relu, silu
 
 from jaxops._kernel import Kernel, jvp_of_linear
 from jaxops._rows import accumulator
@@ -17,15 +18,15 @@ from jaxops._sharding import Layout, reshard_like
 
 
 def _gelu(z):
-    return jax.nn.gelu(z, approximate=True)
+    return gelu(z, approximate=True)
 
 
 def _gelu_exact(z):
-    return jax.nn.gelu(z, approximate=False)
+    return gelu(z, approximate=False)
 
 
 #: The activations by name; the handlers number them in this order.
-ACTIVATIONS = {None: lambda z: z, "relu": jax.nn.relu, "gelu": _gelu, "gelu_exact": _gelu_exact, "silu": jax.nn.silu}
+ACTIVATIONS = {None: lambda z: z, "relu": relu, "gelu": _gelu, "gelu_exact": _gelu_exact, "silu": silu}
 
 
 def activation_index(activation: str | None) -> np.int32:

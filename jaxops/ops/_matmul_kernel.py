@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.interpreters import ad
+from jax.lax import dot_general as jax_dot_general
+from jax.numpy import matmul as jax_matmul
 
 from jaxops._device import local_device
 from jaxops._kernel import Kernel
@@ -241,14 +243,14 @@ class _MatmulKernel(Kernel):
         if len(shared) < rank - 2:  # operands that broadcast along a batch axis: let jnp.matmul arrange it
             lhs = jnp.swapaxes(lhs, -1, -2) if spec.lhs_transposed else lhs
             rhs = jnp.swapaxes(rhs, -1, -2) if spec.rhs_transposed else rhs
-            z = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=wide)
+            z = jax_matmul(lhs, rhs, precision=precision, preferred_element_type=wide)
         else:
             contract = (
                 (rank - 2 if spec.lhs_transposed else rank - 1,),
                 (rank - 1 if spec.rhs_transposed else rank - 2,),
             )
             axes = tuple(range(len(batch)))
-            z = lax.dot_general(lhs, rhs, (contract, (axes, axes)), precision=precision, preferred_element_type=wide)
+            z = jax_dot_general(lhs, rhs, (contract, (axes, axes)), precision=precision, preferred_element_type=wide)
         return restore(_finished(z, scale, bias, spec, preactivation))
 
     def choice(self, *operands, spec, preactivation=False) -> choices.Choice:

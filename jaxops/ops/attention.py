@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.nn import dot_product_attention as jax_attention
 
 from jaxops import _arguments as arguments
 from jaxops._kernel import HANDLERS
@@ -350,7 +351,7 @@ def _beyond_cudnn(call: Call, x: Named) -> list[str]:
 def _on_cudnn(call: Call, x: Named, return_residual: bool) -> tuple[jax.Array, jax.Array | None]:
     if given := _beyond_cudnn(call, x):
         raise ValueError(f"{_OP}: implementation='cudnn' does not take {', '.join(given)}")
-    found = jax.nn.dot_product_attention(
+    found = jax_attention(
         x["query"],
         x["key"],
         x["value"],

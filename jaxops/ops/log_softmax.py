@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.nn import log_softmax as _jax_log_softmax
 
 from jaxops.ops import _logits
 
@@ -96,4 +97,4 @@ def log_softmax(
       >>> jaxops.log_softmax(jnp.array([0.0, 0.0], jnp.bfloat16), dtype=jnp.float32)
       Array([-0.6931472, -0.6931472], dtype=float32)
     """
-    return _logits.apply("log_softmax", _KERNELS, jax.nn.log_softmax, x, axis, where, scale, bias, causal, dtype)
+    return _logits.apply("log_softmax", _KERNELS, _jax_log_softmax, x, axis, where, scale, bias, causal, dtype)

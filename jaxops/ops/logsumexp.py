@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.nn import logsumexp as jax_logsumexp
 
 from jaxops import _arguments as arguments
 from jaxops._rows import accumulator, expand_rank
@@ -57,7 +58,7 @@ def logsumexp(
     axes = arguments.axes(op, axis, len(shape))
     if b is not None or jnp.issubdtype(a.dtype, jnp.complexfloating):
         warn_fallback(op, "there is no kernel for factors b or complex numbers")
-        return jax.nn.logsumexp(jnp.broadcast_to(a, shape), axes, b, keepdims, return_sign, where)
+        return jax_logsumexp(jnp.broadcast_to(a, shape), axes, b, keepdims, return_sign, where)
     a, where = jnp.broadcast_to(a, shape), None if where is None else expand_rank(where, len(shape))
     origin, total, _, _ = kernels.forward(a, None, where, axes=axes, dtype=accumulator(a.dtype), cap=0.0)
     out = (origin + kernels.log_total(total)).astype(a.dtype)

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.lax import dot_general as jax_dot_general
+from jax.numpy import matmul as jax_matmul
 
 from jaxops import _arguments as arguments
 from jaxops._rows import accumulator, expand_rank, promoted
@@ -37,8 +38,8 @@ class _Reference:
     def __call__(self, a, b, **options):
         options |= {"precision": self.precision, "preferred_element_type": self.preferred}
         if self.dimension_numbers is None:
-            return jnp.matmul(a, b, **options)
-        return lax.dot_general(a, b, self.dimension_numbers, **options)
+            return jax_matmul(a, b, **options)
+        return jax_dot_general(a, b, self.dimension_numbers, **options)
 
 
 def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):

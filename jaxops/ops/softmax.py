@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.nn import softmax as _jax_softmax
 
 from jaxops._rows import accumulator
 from jaxops.ops import _logits
@@ -80,4 +81,4 @@ def softmax(
       Array([[1., 0.],
              [0., 1.]], dtype=float32)
     """
-    return _logits.apply("softmax", _KERNELS, jax.nn.softmax, x, axis, where, scale, bias, causal, dtype)
+    return _logits.apply("softmax", _KERNELS, _jax_softmax, x, axis, where, scale, bias, causal, dtype)

@@ -23,17 +23,25 @@ def raw(layer: type[nn.Module]) -> Callable[..., Any]:
     return inspect.unwrap(layer.__call__)
 
 
+#: The calls of Flax's own layers, even if their names stand for something else later.
+FLAX_CALLS = {
+    layer.__name__: raw(layer)
+    for layer in (nn.LayerNorm, nn.RMSNorm, nn.Dense, nn.DenseGeneral, nn.MultiHeadDotProductAttention)
+}
+
+
 # Normalisation
 
 
-def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn.Module], residual: Any = None) -> Any:
-    x = arguments.array(flax.__name__, "x", x)
-    mask = arguments.mask(flax.__name__, mask, x.shape)
+def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, residual: Any = None) -> Any:
+    name = "LayerNorm" if centred else "RMSNorm"
+    x = arguments.array(name, "x", x)
+    mask = arguments.mask(name, mask, x.shape)
     why = _functions.why_no_norm(layer) or _functions.why_no_norm_of(centred, mask, x)
     if why:
-        warn_fallback(flax.__name__, why)
+        warn_fallback(name, why)
         total = x if residual is None else x + residual
-        y = raw(flax)(layer, total, mask=mask)
+        y = FLAX_CALLS[name](layer, total, mask=mask)
         return y if residual is None else (y, total)
     shape = [x.shape[a] for a in _functions.canonical_axes(layer.feature_axes, x.ndim)]
     scale = layer.param("scale", layer.scale_init, shape, layer.param_dtype) if layer.use_scale else None
@@ -54,11 +62,11 @@ def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nn
 
 
 def layer_norm(self: Any, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-    return _normalise(self, x, mask, True, nn.LayerNorm)
+    return _normalise(self, x, mask, True)
 
 
 def rms_norm(self: Any, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-    return _normalise(self, x, mask, False, nn.RMSNorm)
+    return _normalise(self, x, mask, False)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -81,7 +89,7 @@ class LayerNorm(nn.LayerNorm):
 
         With `residual`, an array of x's shape, returns the pair (normalised sum, sum).
         """
-        return _normalise(self, x, mask, True, nn.LayerNorm, residual)
+        return _normalise(self, x, mask, True, residual)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -102,7 +110,7 @@ class RMSNorm(nn.RMSNorm):
 
         With `residual`, an array of x's shape, returns the pair (normalised sum, sum).
         """
-        return _normalise(self, x, mask, False, nn.RMSNorm, residual)
+        return _normalise(self, x, mask, False, residual)
 
 
 # Linear layers
@@ -186,7 +194,7 @@ class Dense(nn.Dense):
         why = why_no_product(self)
         if why and self.activation is not None:
             raise ValueError(f"Dense: activation={self.activation!r} is part of the kernel, but {why}")
-        return raw(nn.Dense)(self, inputs) if why else dense(self, inputs, self.activation)
+        return FLAX_CALLS["Dense"](self, inputs) if why else dense(self, inputs, self.activation)
 
 
 class DenseGeneral(nn.DenseGeneral):
@@ -206,4 +214,4 @@ class DenseGeneral(nn.DenseGeneral):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Contracts the axes `axis`; the new feature axes come last."""
-        return raw(nn.DenseGeneral)(self, inputs) if why_no_product(self) else dense_general(self, inputs)
+        return FLAX_CALLS["DenseGeneral"](self, inputs) if why_no_product(self) else dense_general(self, inputs)

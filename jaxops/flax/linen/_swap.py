@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from flax import linen as nn
 from flax.core import meta
+from jax.lax import dot_general as _jax_dot_general
 
 from jaxops._patch import patch_jax_nn
 from jaxops.flax import _arguments as arguments
@@ -19,15 +20,17 @@ from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
 from jaxops.flax.linen._attention import dot_product_attention, known_causal_masks
 from jaxops.flax.linen._layers import (
+    FLAX_CALLS,
     dense,
     dense_general,
     layer_norm,
-    raw,
     rms_norm,
     why_no_product,
 )
 
 _Model = TypeVar("_Model", bound=nn.Module)
+
+_FLAX_ATTENTION = nn.dot_product_attention
 
 
 class _Instead:
@@ -63,7 +66,7 @@ def _attention(self: Any, *inputs: Any, products: bool = True, report: Any = Non
             self.qk_attn_weights_einsum_cls or self.attn_weights_value_einsum_cls
         )  # the user's einsums, with their own products
         attend = dot_product_attention if products or own else _attend_with_xla
-        return raw(nn.MultiHeadDotProductAttention)(_Instead(self, attention_fn=attend), *inputs, **options)
+        return FLAX_CALLS["MultiHeadDotProductAttention"](_Instead(self, attention_fn=attend), *inputs, **options)
 
 
 #: The projections of the attention that runs, by the layer's name, once they are computed; "of": the attention;
@@ -98,11 +101,11 @@ def _project(self: Any, inputs: jax.Array) -> jax.Array:
 
 
 #: The attention of a swap whose products stay XLA's.
-_attend_with_xla = functools.partial(dot_product_attention, einsum_dot_general=jax.lax.dot_general)
+_attend_with_xla = functools.partial(dot_product_attention, einsum_dot_general=_jax_dot_general)
 
 
 def _why_no_attention(layer: Any) -> str | None:
-    if layer.attention_fn is not nn.dot_product_attention:
+    if layer.attention_fn is not _FLAX_ATTENTION:
         return f"attention_fn= is {getattr(layer.attention_fn, '__name__', layer.attention_fn)}"
     return None
 
@@ -115,11 +118,11 @@ class _Swap(NamedTuple):
 
 
 _SWAPS = {
-    raw(nn.LayerNorm): _Swap(layer_norm, _functions.why_no_norm),
-    raw(nn.RMSNorm): _Swap(rms_norm, _functions.why_no_norm),
-    raw(nn.Dense): _Swap(dense, why_no_product),
-    raw(nn.DenseGeneral): _Swap(_project, why_no_product),
-    raw(nn.MultiHeadDotProductAttention): _Swap(_attention, _why_no_attention),
+    FLAX_CALLS["LayerNorm"]: _Swap(layer_norm, _functions.why_no_norm),
+    FLAX_CALLS["RMSNorm"]: _Swap(rms_norm, _functions.why_no_norm),
+    FLAX_CALLS["Dense"]: _Swap(dense, why_no_product),
+    FLAX_CALLS["DenseGeneral"]: _Swap(_project, why_no_product),
+    FLAX_CALLS["MultiHeadDotProductAttention"]: _Swap(_attention, _why_no_attention),
 }
 
 
@@ -372,7 +375,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """Flax's signature: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
         with _projected_together(self, args, kwargs), _layers_swapped(_Scope(SwapReport())):
-            return raw(nn.MultiHeadDotProductAttention)(self, *args, **kwargs)
+            return FLAX_CALLS["MultiHeadDotProductAttention"](self, *args, **kwargs)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
