@@ -157,14 +157,14 @@ class _AttentionKernel(Kernel):
             positions.append(position)
         return found, positions
 
-    def why_not(self, operands: Mapping[str, Any], wanted: Sequence[str], call: Call) -> str | None:
+    def why_not(self, operands: Mapping[str, Any], call: Call) -> str | None:
         """Why a call runs on XLA's operations."""
         if call.xla:
             return "implementation='xla' was asked for"
-        return support.why_not(operands, "dbias" in wanted) or support.why_not_here()
+        return support.why_not(operands) or support.why_not_here()
 
     def is_chosen(self, *operands, names, wanted, call) -> bool:
-        return self.why_not(dict(zip(names, operands, strict=True)), wanted, call) is None
+        return self.why_not(dict(zip(names, operands, strict=True)), call) is None
 
     def flops(self, *operands, names, wanted, call) -> int:
         """Those of the products, of what positions leave to be seen."""
@@ -179,7 +179,7 @@ class _AttentionKernel(Kernel):
 
     def explain(self, *operands, names, wanted, call) -> str:
         x = dict(zip(names, operands, strict=True))
-        why = self.why_not(x, wanted, call)
+        why = self.why_not(x, call)
         said = [f"on a GPU {'jaxops' if why is None else f'XLA: {why}'}"]
         said += ["causal"] * call.causal
         said += [f"window={call.window}"] if call.window != (-1, -1) else []
@@ -205,7 +205,7 @@ class _AttentionKernel(Kernel):
 
     def call_target(self, *operands, names, wanted, call) -> list[jax.Array]:
         x = dict(zip(names, operands, strict=True))
-        why = self.why_not(x, wanted, call)
+        why = self.why_not(x, call)
         if why is not None:
             if not call.xla and x["query"].dtype.name in support.DTYPES:
                 warn_fallback(self.name, why)
@@ -213,7 +213,7 @@ class _AttentionKernel(Kernel):
         given = _for_handlers(x)
         results = self.abstract(*operands, names=names, wanted=wanted, call=call)
         shapes = [
-            ShapedArray(_with_heads(name, value.shape), value.dtype)
+            ShapedArray(given["bias"].shape if name == "dbias" else _with_heads(name, value.shape), value.dtype)
             for name, value in zip(wanted, results, strict=True)
         ]
         sizes, segments = _sizes(x), "query_segments" in x
@@ -233,10 +233,13 @@ class _AttentionKernel(Kernel):
             **options,
             **self._attributes(x, wanted),
         )
-        return [value.reshape(result.shape) for value, result in zip(out, results, strict=True)]
+        return [
+            _bias_gradient(value, result.shape, sizes) if name == "dbias" else value.reshape(result.shape)
+            for name, value, result in zip(wanted, out, results, strict=True)
+        ]
 
     def _workspace(self, sizes: Mapping[str, Any], segments: bool) -> Any:
-        return support.forward_workspace(sizes["b"], sizes["t"], sizes["s"], segments)
+        return support.forward_workspace(*(sizes[axis] for axis in "btshgd"), segments)
 
     def _attributes(self, x: Named, wanted: Sequence[str]) -> dict[str, Any]:
         """Those beside both handlers' own."""
@@ -251,6 +254,15 @@ def _with_heads(name: str, shape: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(shape)
     group = axes.index("g")
     return (*shape[: group - 1], shape[group - 1] * shape[group], *shape[group + 1 :])
+
+
+def _bias_gradient(value: jax.Array, shape: tuple[int, ...], sizes: Mapping[str, Any]) -> jax.Array:
+    """The handler's in the bias's shape: summed over heads over which `_for_handlers` had to broadcast the bias."""
+    heads = (sizes["h"], sizes["g"])
+    if shape[1:3] not in ((1, 1), heads):
+        value = value.reshape(value.shape[0], *heads, *value.shape[2:])
+        value = jnp.sum(value, [axis for axis in (1, 2) if shape[axis] == 1], keepdims=True)
+    return value.reshape(shape)
 
 
 def _for_handlers(x: Named) -> Named:

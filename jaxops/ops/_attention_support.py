@@ -11,22 +11,24 @@ from jaxops._device import local_device
 DTYPES = ("bfloat16", "float16")
 
 #: Depths are multiples of the first, up to the second.
-DEPTH_STEP, MAX_DEPTH = 8, 128
+DEPTH_STEP, MAX_DEPTH = 8, 256
 
 #: The compute capability that the kernels are compiled for.
 CAPABILITY = "9.0"
 
-#: Whether there is a kernel for the gradient of a bias.
-BIAS_GRADIENT = False
+#: The rows of queries, of all heads that share a key head, up to which a kernel splits the keys among blocks.
+FEW_ROWS = 64
+
+#: Multiprocessors of the GPU on which the choice of splits was measured.
+_MULTIPROCESSORS = 132
 
 
-def why_not(operands: Mapping[str, Any], wants_bias: bool = False) -> str | None:
+def why_not(operands: Mapping[str, Any]) -> str | None:
     """Why a call has no kernel, whatever the device; None: it has one.
 
     Args:
       operands: arrays or types by name: query [batch, queries, key heads, group, depth], key and value [batch, keys,
         key heads, depth]; others, where there are any.
-      wants_bias: whether the gradient of a bias is wanted.
     """
     query, value = operands["query"], operands["value"]
     if query.dtype.name not in DTYPES:
@@ -38,8 +40,6 @@ def why_not(operands: Mapping[str, Any], wants_bias: bool = False) -> str | None
         return f"the attention kernels take multiples of {DEPTH_STEP} up to {MAX_DEPTH} as the depth, got {depth}"
     if any(isinstance(d, int) and d >= 2**31 for x in operands.values() for d in x.shape):
         return "the attention kernels take axes below 2^31"
-    if wants_bias and not BIAS_GRADIENT:
-        return "there is no kernel for the gradient of a bias"
     return None
 
 
@@ -59,20 +59,49 @@ def _rounded(size: Any) -> Any:
     return 4 * _blocks(size, 4)
 
 
-def forward_workspace(batch: Any, queries: Any, keys: Any, segments: bool) -> Any:
-    """How many s32: two counters; with segments the ranges of blocks of tokens, and of the keys that they see."""
-    if not segments:
-        return 4
-    return 4 + 2 * batch * (_blocks(queries, 16) + _blocks(keys, 16)) + 4 * batch * _blocks(queries, 64)
+def key_splits(batch: Any, key_heads: Any, rows: Any, keys: Any, depth: int) -> int:
+    """Into how many parts the kernel of few queries splits the keys; 0: such a call is for the other kernel.
+
+    A part costs a block as much as two blocks of keys before it begins; blocks run in waves.
+
+    Args:
+      rows: queries times the heads that share a key head.
+    """
+    if not all(isinstance(size, int) for size in (batch, key_heads, rows, keys)) or rows > FEW_ROWS:
+        return 0
+    block = 64 if depth > 128 else 128
+    slots = _MULTIPROCESSORS * (2 if depth <= 64 else 1)
+    heads, blocks = batch * key_heads, _blocks(keys, block)
+
+    def cost(splits):
+        return _blocks(heads * splits, slots) * (_blocks(blocks, splits) + 2)
+
+    return min(range(1, min(blocks, slots) + 1), key=cost)
+
+
+def forward_workspace(
+    batch: Any, queries: Any, keys: Any, key_heads: Any, group: Any, depth: int, segments: bool
+) -> Any:
+    """How many s32: two counters; with segments the ranges of blocks of tokens, and of the keys that they see.
+
+    If keys are split, for each part a result and two numbers for each query: by that the handler knows of it.
+    """
+    total = 4
+    if segments:
+        total = total + 2 * batch * (_blocks(queries, 16) + _blocks(keys, 16)) + 4 * batch * _blocks(queries, 64)
+    splits = key_splits(batch, key_heads, queries * group, keys, depth)
+    return total + splits * batch * queries * key_heads * group * (depth + 2) if splits else total
 
 
 def backward_workspace(batch: Any, heads: Any, queries: Any, keys: Any, depth: int, segments: bool) -> Any:
-    """How many s32: the query's gradient in f32, two numbers a query, counters; with segments ranges, too."""
-    padded, block = (64, 128) if depth <= 64 else (128, 64)
+    """How many s32: two numbers a query; with segments ranges, too.
+
+    Up to a depth of 128 also the query's gradient in f32 and counters.
+    """
+    padded, block, key_block = (64, 128, 128) if depth <= 64 else (128, 64, 128) if depth <= 128 else (0, 64, 64)
     blocks = _blocks(queries, block)
-    total = batch * heads * blocks * block * padded + 2 * batch * heads * 128 * _blocks(queries, 128)
-    total = total + _rounded(2 * batch * heads * blocks) + 4
+    total = batch * heads * blocks * block * (padded + 2) + _rounded(2 * batch * heads * blocks) + 4
     if segments:
         total = total + _rounded(2 * batch * (_blocks(queries, 16) + _blocks(keys, 16)))
-        total = total + 4 * batch * (blocks + _blocks(keys, 128) + _blocks(keys, 64))
+        total = total + 4 * batch * (blocks + _blocks(keys, key_block) + _blocks(keys, 64))
     return total
