@@ -142,6 +142,13 @@ Error LaunchBiasGradient(Device stream, const PreparationArguments& known, float
   return FromCuda(kHandler, Launch(stream, attention::AttentionBiasGradient<T>, grid, arguments));
 }
 
+// TFLOP/s on an H200 (bf16, 12 to 16 heads; causal counts half; the preparation and the rounding of dQ included):
+//   depth      causal 1024  4096  16384   full 1024  4096  16384
+//    64               248   428    511        376    513    545
+//   128               330   480    585        437    565    615
+//   256                     441                      445
+// Of that the order of the additions of dQ costs 2 %: unordered, depth 128 takes 1140 us for full 4096, 1165 us
+// ordered.
 template <class T>
 Error BackwardOf(Device stream, const PreparationArguments& known, const SegmentSpace& segments,
                  const Gradients& gradients) {

@@ -48,7 +48,17 @@ Error LaunchForward(Device stream, const Problem& p, int32_t* workspace) {
   return FromCuda(kHandler, Launch(stream, attention::AttentionForward<Tile>, grid, arguments));
 }
 
-// The tiles, each measured on an H200 beside those around it.
+// The tiles. TFLOP/s on an H200 (bf16, 12 to 16 heads; one sequence of 16384, several shorter ones; causal counts
+// half):
+//   depth     tile      causal 1024  4096  16384   full 1024  4096  16384
+//    64     128 x 128          282                     362
+//    64     192 x 128                478    568               526    563
+//   128     128 x 128          462   655    738        601    711    738
+//   192     128 x 96                 665
+//   256     128 x 80                 638                      751
+// 192 rows of queries are ahead from 2048 queries on, where tiles are many. At depth 128, tiles of 128 x 176 gain 2 %
+// from 8192 keys on, and lose 9 % in causal calls of 2048. General calls wait for each product; their scores bound
+// them.
 template <class T>
 Error ForwardOf(Device stream, const Problem& p, int32_t* workspace) {
   if (p.is_general()) {
