@@ -26,12 +26,36 @@ def _rms_norm(x, scale):
 
 _Function = Callable[..., jax.Array]
 
+
+def _attention(qkv):
+    """Self-attention with causality: m tokens, n // 64 heads; the operand is queries, keys and values at once."""
+    q, k, v = qkv
+    logits = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    visible = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(visible, logits, -jnp.inf)), v)
+
+
+def _labels(x):
+    return jnp.arange(x.shape[0]) * 7 % x.shape[1]
+
+
 #: By name: the op, its definition, and its operands' shapes, from m and n.
 OPS: dict[str, tuple[_Function, _Function, Callable[[int, int], list[tuple[int, ...]]]]] = {
     "softmax": (jaxops.softmax, jax.nn.softmax, lambda m, n: [(m, n)]),
     "log_softmax": (jaxops.log_softmax, jax.nn.log_softmax, lambda m, n: [(m, n)]),
     "layer_norm": (jaxops.layer_norm, _layer_norm, lambda m, n: [(m, n), (n,), (n,)]),
     "rms_norm": (jaxops.rms_norm, _rms_norm, lambda m, n: [(m, n), (n,)]),
+    "attention": (
+        lambda qkv: jaxops.dot_product_attention(*qkv, is_causal=True),
+        _attention,
+        lambda m, n: [(3, 1, m, n // 64, 64)],
+    ),
+    "cross_entropy": (
+        lambda x: jaxops.softmax_cross_entropy_with_integer_labels(x, _labels(x)),
+        lambda x: jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, _labels(x)[:, None], 1)[:, 0],
+        lambda m, n: [(m, n)],
+    ),
+    "logsumexp": (lambda x: jaxops.logsumexp(x, -1), lambda x: jax.nn.logsumexp(x, -1), lambda m, n: [(m, n)]),
     "matmul": (jaxops.matmul, jnp.matmul, lambda m, n: [(m, n), (n, m)]),
     "matmul with bias and gelu": (
         lambda a, b, bias: jaxops.matmul(a, b, bias=bias, activation="gelu"),
