@@ -142,7 +142,7 @@ def dense(
     largest = jax.lax.stop_gradient(jnp.max(z, -1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(z - jnp.where(largest == -jnp.inf, 0, largest))
     total = jnp.sum(weights, -1, keepdims=True)
-    nothing = total == 0
+    nothing = (total == 0) | ~inside[:, None, :, None]
     weights = weights / jnp.where(nothing, 1, total)
     if sinks is None and query_segment_ids is None:  # the mean of all values, as jax.nn
         weights = jnp.where(nothing & inside[:, None, :, None], 1 / z.shape[3], weights)

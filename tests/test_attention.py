@@ -74,7 +74,15 @@ def test_values_of_another_depth(rng):
     check(draw(rng, (2, 30, 40, 4, 2, 8), values=24, is_causal=True), rng)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "sinks": True}, {"mask": (2, 1, 9, 12), "density": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "sinks": True},
+        {"mask": (2, 1, 9, 12), "density": 0.1},
+        {"query_lengths": [0, 5], "sinks": True},
+    ],
+)
 def test_residual_and_layouts(options, rng):
     case = draw(rng, (2, 9, 12, 4, 2, 8), **options)
     out, sums = case.run({}, return_residual=True)
@@ -82,7 +90,8 @@ def test_residual_and_layouts(options, rng):
     np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(sums, wanted_sums, rtol=2e-5, atol=2e-5)
     assert sums.dtype == np.float32 and sums.shape == (2, 9, 4)
-    single = {name: x if name == "sinks" else x[1] for name, x in case.arrays.items()}
+    single = {name: x if name == "sinks" or x.ndim == 1 else x[1] for name, x in case.arrays.items()}
+    single |= {name: x[1:] for name, x in single.items() if name.endswith("lengths")}
     got, got_sums = attend(**single, **case.options, return_residual=True)
     np.testing.assert_array_equal(got, out[1])
     np.testing.assert_array_equal(got_sums, sums[1])

@@ -91,7 +91,7 @@ def _attention(ours, query, key, value, sinks=None, bias=None):
     segments = np.arange(query.shape[-3]) > 0
     mask = None if bias is None else (i + j) % 3 != 1
     if ours:
-        ids = np.broadcast_to(segments, query.shape[:-2]).astype(np.int32)
+        ids = jnp.broadcast_to(segments, query.shape[:-2]).astype(np.int32)
         options = {"is_causal": True, "local_window_size": (2, 1), "mask": mask, "query_segment_ids": ids}
         options = {"sinks": sinks, "bias": bias, **(options if bias is not None else {})}
         y = jaxops.dot_product_attention(query, key, value, **options)

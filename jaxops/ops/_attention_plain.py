@@ -295,6 +295,8 @@ def forward(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
 
     carry = tiles.total(step, carry)
     nothing = carry["sum"] == 0
+    if x.get("query_lengths") is not None:
+        nothing = nothing | (jnp.arange(tiles.queries) >= x["query_lengths"][:, None])[:, None, None, :]
     total = jnp.where(nothing, 1, carry["sum"])
     sums = jnp.where(nothing, -jnp.inf, carry["max"] + jnp.log(total))
     return heads_last(carry["out"] / total[..., None]).astype(x["query"].dtype), sums
