@@ -30,6 +30,9 @@ from jaxops._sharding import (
 from jaxops._version import __version__
 from jaxops._warnings import warn_fallback
 
+# Private: checkify has no public way to add a rule.
+from jax._src.checkify import error_checks, nan_error_check  # isort: skip
+
 # Version of the handlers' calling convention. It is part of every target's name, so an exported program that uses an
 # older convention does not find its target, instead of calling a newer one wrongly.
 CALLING_CONVENTION = 11
@@ -128,6 +131,7 @@ class Kernel:
         batching.primitive_batchers[primitive] = self.batch
         ad.primitive_jvps[primitive] = self._jvp
         ad.primitive_transposes[primitive] = self._transpose
+        error_checks[primitive] = self._check_nans
         requires_devices(primitive)
         if not target:
             COMPOSITES[name] = self
@@ -201,6 +205,14 @@ class Kernel:
             None if not ad.is_undefined_primal(x) else ad.Zero(x.aval) if g is None else reshard_like(g, x.aval)
             for x, g in zip(operands, found, strict=True)
         ]
+
+    def _check_nans(self, *args, **params):
+        """checkify's rule: float_checks report a NaN in a result. How its arguments begin differs from JAX to JAX."""
+        return nan_error_check(self.primitive, *args, **self.defined(**params))
+
+    def defined(self, **params: Any) -> dict[str, Any]:
+        """The parameters of the same call in which no result has undefined elements."""
+        return params
 
     def flops(self, *operands: ShapedArray, **params: Any) -> int:
         """Multiplications and additions of a matrix product; 0 for other kernels."""
