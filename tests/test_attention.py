@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxops
 from jaxops import _kernel
+from jaxops.ops import _attention_support as support
 from jaxops.ops._attention_kernel import LSE_NAME, OUT_NAME
 from jaxops.ops._attention_plain import WHOLE
 
@@ -437,3 +438,16 @@ def test_empty_axes():
     assert attend(x[:, :0], x, x).shape == (2, 0, 1, 4)
     assert attend(x[:0], x[:0], x[:0]).shape == (0, 3, 1, 4)
     np.testing.assert_array_equal(attend(x, x[:, :0], x[:, :0]), 0 * x)
+
+
+def test_few_queries_split_the_keys():
+    """Parts fill the multiprocessors in whole waves; a workspace with room for them tells the handler."""
+    assert support.key_splits(8, 8, 4, 8192, 128) == 2  # 64 heads, 128 blocks
+    assert support.key_splits(1, 8, 4, 131072, 128) == 16
+    assert support.key_splits(32, 32, 1, 2048, 64) == 1  # 1024 heads fill them
+    assert support.key_splits(1, 1, 1, 100, 64) == 1
+    assert support.key_splits(1, 1, support.FEW_ROWS + 1, 8192, 64) == 0
+    (queries,) = jax.export.symbolic_shape("queries")
+    assert support.key_splits(1, 1, queries, 8192, 64) == 0
+    few, many = (support.forward_workspace(8, t, 8192, 8, 4, 128, False) for t in (1, 100))
+    assert many == 4 and few == many + 2 * 8 * 32 * (128 + 2)
