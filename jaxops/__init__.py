@@ -8,6 +8,7 @@ from jaxops._version import __version__
 from jaxops._warnings import FallbackWarning
 from jaxops.ops.attention import dot_product_attention
 from jaxops.ops.cross_entropy import softmax_cross_entropy_with_integer_labels
+from jaxops.ops.gated_matmul import gated_matmul
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
 from jaxops.ops.logsumexp import logsumexp
@@ -31,6 +32,7 @@ __all__ = [
     "dot_product_attention",
     "explain",
     "fuse",
+    "gated_matmul",
     "layer_norm",
     "log_softmax",
     "logsumexp",

@@ -190,6 +190,17 @@ def loss_calls():
 CASES = {
     "jaxops.dot_product_attention": list(dot_product_attention_cases()),
     "jaxops.softmax_cross_entropy_with_integer_labels": list(loss_calls()),
+    "jaxops.gated_matmul": [
+        *wrong(
+            lambda **options: jaxops.gated_matmul(**{"x": X, "w_gate": SQUARE, "w_up": SQUARE} | options),
+            x=(TypeError, "x", [1.0], "x"),
+            w_gate=(ValueError, "w_gate must be", np.ones(3), np.ones((1, 2))),
+            w_up=(ValueError, "w_up must (be|have the shape)", np.ones(3), np.ones((X.shape[-1], 2))),
+            activation=(ValueError, "activation must be one of", None, "swish"),
+            precision=(ValueError, "precision", "exact"),
+            recompute=FLAG,
+        ),
+    ],
     "jaxops.logsumexp": [
         *wrong(
             jaxops.logsumexp,
