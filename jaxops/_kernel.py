@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.export
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir, xla
+from jax.extend.core import Primitive, Var
+from jax.interpreters import ad, batching, mlir, partial_eval, xla
+from jax.lax import dot_general_p
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxops._device import local_device
@@ -28,7 +29,7 @@ from jaxops._sharding import (
     vary_alike,
 )
 from jaxops._version import __version__
-from jaxops._warnings import warn_fallback
+from jaxops._warnings import warn, warn_fallback
 
 # Private: checkify has no public way to add a rule.
 from jax._src.checkify import error_checks, nan_error_check  # isort: skip
@@ -39,6 +40,9 @@ CALLING_CONVENTION = 11
 
 #: Platforms that JAX lowers for.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+#: The operands and parameters of lax's dot_general.
+Product = tuple[Sequence[ShapedArray], dict[str, Any]]
 
 #: Every kernel by name, in order of declaration; kernels without a target are composites.
 KERNELS: dict[str, Kernel] = {}
@@ -132,6 +136,8 @@ class Kernel:
         ad.primitive_jvps[primitive] = self._jvp
         ad.primitive_transposes[primitive] = self._transpose
         error_checks[primitive] = self._check_nans
+        if type(self).as_dot_general is not Kernel.as_dot_general:
+            partial_eval.partial_eval_jaxpr_custom_rules[primitive] = self._rematerialise
         requires_devices(primitive)
         if not target:
             COMPOSITES[name] = self
@@ -213,6 +219,28 @@ class Kernel:
     def defined(self, **params: Any) -> dict[str, Any]:
         """The parameters of the same call in which no result has undefined elements."""
         return params
+
+    def as_dot_general(self, *operands: ShapedArray, **params: Any) -> Product | None:
+        """The operands and parameters of lax's dot_general that the call stands for; None: it is no product."""
+        del operands, params
+
+    def _rematerialise(self, saveable, unknown, instantiated, equation):
+        """What jax.checkpoint does with a call: policies that save JAX's own products save ours, too."""
+        needed = [x for x, there in zip(equation.invars, instantiated, strict=True) if isinstance(x, Var) and not there]
+        every = [True] * len(equation.outvars)
+        none = [False] * len(equation.outvars)
+        if any(unknown):
+            return None, equation, every, every, needed
+        avals = [x.aval for x in equation.invars]
+        answers = [saveable(self.primitive, *avals, **equation.params)]
+        if (product := self.as_dot_general(*avals, **equation.params)) is not None:
+            operands, params = product
+            answers.append(saveable(dot_general_p, *operands, **params))
+        if any(answer is True or type(answer).__name__ == "SaveableType" for answer in answers):
+            return equation, None, none, none, []
+        if any(type(answer).__name__ == "Offloadable" for answer in answers):
+            warn(f"jax.checkpoint recomputes {self.name}: its policy would offload the result, which jaxops does not")
+        return equation, equation, none, every, needed
 
     def flops(self, *operands: ShapedArray, **params: Any) -> int:
         """Multiplications and additions of a matrix product; 0 for other kernels."""

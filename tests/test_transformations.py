@@ -173,6 +173,46 @@ def test_checkpoint_policies(rng):
         policies.save_only_these_ops("dense")
 
 
+@pytest.mark.parametrize("name", ["dots_saveable", "dots_with_no_batch_dims_saveable", "checkpoint_dots"])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_policies_of_jax_save_products(name, batch):
+    """As many as of JAX's own, also inside jit and scan."""
+    x, w = jnp.ones((*batch, 4, 4)), jnp.ones((*batch, 4, 4))
+
+    def products(matmul, primitive):
+        def layer(x, w):
+            y = jax.jit(lambda x: jnp.sin(matmul(jnp.sin(x), w)))(x)
+            return jax.lax.scan(lambda y, _: (jnp.sin(matmul(y, w)), None), y, None, length=2)[0]
+
+        f = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, name))
+        text = str(jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(f(x, w)), (0, 1)))(x, w))
+        return text.count(f" {primitive}[")
+
+    assert products(jaxops.matmul, "jaxops_matmul") == products(jnp.matmul, "dot_general")
+
+
+def test_policies_of_jax_save_attention():
+    """The result of attention is a product, whose batches are heads."""
+    x = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+
+    def kernels(policy):
+        attend = functools.partial(jaxops.dot_product_attention, implementation="jaxops")
+        f = jax.checkpoint(lambda x: jnp.sin(attend(x, x, x)), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(f(x))))(x)).count("jaxops_attention_fwd[")
+
+    policies = jax.checkpoint_policies
+    assert kernels(policies.dots_saveable) == kernels(jaxops.checkpoint_policies.dots_saveable) == 1
+    assert kernels(policies.dots_with_no_batch_dims_saveable) == kernels(None) == 2
+
+
+def test_products_are_not_offloaded():
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    f = jax.checkpoint(lambda x: jnp.sin(jaxops.matmul(x, x)), policy=policy)
+    with pytest.warns(UserWarning, match="recomputes matmul: its policy would offload"):
+        text = str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(f(x))))(jnp.ones((4, 4))))
+    assert text.count("jaxops_matmul[") == 4
+
+
 def test_no_tangent_costs_nothing(rng):
     """Operands that are not differentiated bring neither kernels nor residuals."""
     x, s, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 8), (8,), (8,)))

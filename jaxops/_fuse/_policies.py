@@ -7,31 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import lax
-from jax.core import ShapedArray
 
 from jaxops._kernel import KERNELS
-
-
-def _as_dot_general(lhs: Any, rhs: Any, *rest: Any, **params: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The operands and parameters of lax's dot_general, of a product of jaxops'.
-
-    Along a batch axis an operand may have size 1; there it has no batch axis.
-    """
-    layout = KERNELS["matmul"].layout(lhs, rhs, *rest, **params)
-    sides, names = [], []
-    for x, given in zip((lhs, rhs), layout.operands[:2], strict=True):
-        kept = [a for a, name in enumerate(given) if not name.startswith("own")]
-        names.append([given[a] for a in kept])
-        sides.append(ShapedArray([x.shape[a] for a in kept], x.dtype))
-
-    def shared(kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        both = [name for name in names[0] if name in names[1] and name.startswith(kind)]
-        return tuple(map(names[0].index, both)), tuple(map(names[1].index, both))
-
-    spec = params["spec"]
-    numbers = (shared("k"), shared("batch"))
-    options = {"precision": spec.precision, "preferred_element_type": spec.dtype, "out_sharding": None}
-    return sides, {"dimension_numbers": numbers, **options}
 
 
 class _Translated:
@@ -43,7 +20,7 @@ class _Translated:
 
     def __call__(self, primitive: Any, *operands: Any, **params: Any) -> Any:
         if primitive is KERNELS["matmul"].primitive:
-            operands, params = _as_dot_general(*operands, **params)
+            operands, params = KERNELS["matmul"].as_dot_general(*operands, **params)
             primitive = lax.dot_general_p
         return self._policy(primitive, *operands, **params)
 

@@ -312,6 +312,17 @@ def _fold(x, dim, axes, into, size, sizes, spread) -> jax.Array:
 class _Forward(_AttentionKernel):
     """The result and the logsumexp."""
 
+    def as_dot_general(self, *operands, names, **_):
+        """The product of weights and values, with a batch of every head."""
+        x = dict(zip(names, operands, strict=True))
+        *batch, queries, heads, _ = x["query"].shape
+        *_, keys, _, features = x["value"].shape
+        weights, value = ((*batch, heads, queries, keys), (*batch, heads, keys, features))
+        each, last = tuple(range(len(batch) + 1)), len(weights) - 1
+        options = {"precision": None, "preferred_element_type": None, "out_sharding": None}
+        sides = [ShapedArray(shape, x["value"].dtype) for shape in (weights, value)]
+        return sides, {"dimension_numbers": (((last,), (last - 1,)), (each, each)), **options}
+
     def jvp(self, primals, tangents, *, names, wanted, call):
         out, lse = self.bind(*primals, names=names, wanted=wanted, call=call)
         out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)

@@ -283,6 +283,23 @@ class _MatmulKernel(Kernel):
     def is_chosen(self, *operands, **params) -> bool:
         return self._choice_of_call(*operands, **params).kernel != "xla"
 
+    def as_dot_general(self, lhs, rhs, *rest, spec, **params):
+        """Along a batch axis an operand may have size 1; there it has no batch axis."""
+        layout = self.layout(lhs, rhs, *rest, spec=spec, **params)
+        sides, names = [], []
+        for x, given in zip((lhs, rhs), layout.operands[:2], strict=True):
+            kept = [a for a, name in enumerate(given) if not name.startswith("own")]
+            names.append([given[a] for a in kept])
+            sides.append(ShapedArray([x.shape[a] for a in kept], x.dtype))
+
+        def shared(kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            both = [name for name in names[0] if name in names[1] and name.startswith(kind)]
+            return tuple(map(names[0].index, both)), tuple(map(names[1].index, both))
+
+        numbers = (shared("k"), shared("batch"))
+        options = {"precision": spec.precision, "preferred_element_type": spec.dtype, "out_sharding": None}
+        return sides, {"dimension_numbers": numbers, **options}
+
     def defined(self, *, spec, **params) -> dict[str, Any]:
         return {**params, "spec": spec._replace(triangle=None) if spec.triangle == "result" else spec}
 
