@@ -29,24 +29,24 @@ def fuse(
     only: str | Iterable[str] | None = None,
     report: Callable[[FuseReport], Any] | None = None,
 ) -> _Function:
-    """The same function with its norms, softmaxes and products on jaxops, however they are written.
+    """Returns the same function with its norms, softmaxes and products on jaxops, however they are written.
 
-    The function is traced to a jaxpr before it is differentiated. Where equations compute what an op of jaxops does,
-    value and derivative, the op takes their place; everything else stays as it is. So it works for models of any
-    library, whose parameters and checkpoints do not change.
+    The function is traced to a jaxpr before it is differentiated. If some equations compute the same value and
+    derivative as a jaxops op, the op replaces them; everything else stays as it is. So it works for models from any
+    library, and parameters and checkpoints do not change.
 
-    What matches is decided twice: by the structure, and by a comparison of both sides, values and tangents, on small
-    random rows when the function is traced. What differs, what uses an inner value elsewhere (a variance that is
-    returned, too) and what a user's own derivative is given for stays XLA's. 16-bit floats are rounded once, at the
-    end, where the original may round in between.
+    A match must pass two checks: the structure of the equations, and a comparison of values and tangents on small
+    random rows while the function is traced. Equations stay with XLA if the comparison fails, if an inner value is used
+    elsewhere (such as a variance that is also returned), or if the user gave a derivative for them. 16-bit floats are
+    rounded once, at the end; the original may round in between.
 
     The result can be transformed like the function itself, under `jax.jit` or outside of it. jitted functions inside
     stay functions, compiled once; scans, loops, conditions, `jax.checkpoint` and `jax.shard_map` are looked into, and
-    a checkpoint policy that saves products saves jaxops'. Of a `jax.custom_jvp` or `jax.custom_vjp` only what runs
-    without differentiation is looked into. Fuse before differentiating: `jax.grad(jaxops.fuse(loss))`.
+    a checkpoint policy that saves products saves jaxops'. In a `jax.custom_jvp` or `jax.custom_vjp`, only the code
+    that runs without differentiation is looked into. Fuse before differentiating: `jax.grad(jaxops.fuse(loss))`.
 
     Args:
-      f: a function of arrays in any structure. Arguments that are no arrays are options, which it takes as they are.
+      f: a function of arrays in any structure. Arguments that are not arrays are options and are not traced.
       only: the op or ops to look for; by default all: "layer_norm", "rms_norm", "softmax", "log_softmax",
         "dot_general".
       report: called with a :class:`jaxops.FuseReport` whenever the function is traced; `print` shows it.

@@ -48,42 +48,42 @@ def dot_product_attention(
 ) -> Any:
     r"""Attention, :math:`\mathrm{softmax}(s\,Q K^T + B)\,V` for each head, without the matrix of weights.
 
-    A drop-in for :func:`jax.nn.dot_product_attention`, with segments, a soft cap and sinks besides. Logits and sums are
-    f32 (f64 for f64). The backward pass computes the weights again, from each query's logsumexp, and gives the same
-    bits in every run (Dao, FlashAttention-2, 2023). No array of queries times keys is made of more than 1024 tokens,
-    in derivatives of any order either; of a bias of that size there is a gradient, if it is asked for.
+    A drop-in for :func:`jax.nn.dot_product_attention` that also takes segments, a soft cap and sinks. Logits and sums
+    are f32 (f64 for f64). The backward pass recomputes the weights from each query's logsumexp, and gives the same bits
+    in every run (Dao, FlashAttention-2, 2023). Above 1024 tokens there is no array of queries times keys, in
+    derivatives of any order; the only exception is the gradient of a bias of that size.
 
     Args:
       query: `[batch, queries, heads, depth]`, or without the batch; float64, float32, float16 or bfloat16.
-      key: `[batch, keys, key heads, depth]` of query's dtype. The number of key heads divides that of heads, and each
-        is that of as many heads in a row.
+      key: `[batch, keys, key heads, depth]` of query's dtype. The number of key heads divides the number of heads;
+        consecutive heads share a key head.
       value: `[batch, keys, key heads, features]` of the same dtype.
       bias: broadcasts to `[batch, heads, queries, keys]`; added to the scaled logits. Differentiable.
-      mask: boolean, broadcasts to the same shape: true where a key is seen. Neither is spread out where it broadcasts.
-      scale: of the logits; by default 1 / sqrt(depth). An array multiplies the query, in the query's dtype.
-      is_causal: query i sees the keys 0 to i.
-      query_seq_lengths: int32 `[batch]`: the result is 0 for queries from there on.
-      key_value_seq_lengths: int32 `[batch]`: keys from there on are not seen.
-      query_segment_ids: integers `[batch, queries]`: a query sees the keys of its own segment, as a packed document.
+      mask: boolean, broadcasts to the same shape: true if the query sees the key. Neither is expanded in memory.
+      scale: scale of the logits; by default 1 / sqrt(depth). An array multiplies the query, in the query's dtype.
+      is_causal: query i sees only keys 0 to i.
+      query_seq_lengths: int32 `[batch]`: for later queries the result is 0.
+      key_value_seq_lengths: int32 `[batch]`: later keys are not seen.
+      query_segment_ids: integers `[batch, queries]`: a query sees only keys of its segment (a packed document).
       key_value_segment_ids: integers `[batch, keys]`; by default the query's, if there are as many.
       local_window_size: (left, right), or one number for both: query i sees the keys i - left to i + right.
       logits_soft_cap: positive: scaled logits x become cap tanh(x / cap), before bias and masks.
-      sinks: `[heads]`: one more logit of each head's queries, which takes its share of the weights, and has no value.
+      sinks: `[heads]`: one more logit for each head's queries. It takes a share of the weights, but has no value.
         Differentiable.
-      implementation: "jaxops": our kernels, and an error for calls that they do not take; "cudnn": cuDNN through
-        jax.nn; "xla": XLA's operations, tile by tile. None: our kernels where they take the call; on other GPUs cuDNN
-        where that does; else XLA's operations. :func:`jaxops.explain` says which, and why.
-      return_residual: return the pair of the result and the logsumexp of each query's logits.
+      implementation: "jaxops": our kernels, with an error for calls that they do not support; "cudnn": cuDNN through
+        jax.nn; "xla": XLA's operations, tile by tile. None: our kernels if they support the call; else, on other GPUs,
+        cuDNN if it does; else XLA's operations. :func:`jaxops.explain` shows the choice and the reason.
+      return_residual: return the pair (result, logsumexp of each query's logits).
 
     Returns:
       `[batch, queries, heads, features]` of query's dtype; with `return_residual` also the logsumexp, f32 (f64)
-      `[batch, queries, heads]`, -inf where no key is seen. Both without the batch if query has none. A query that sees
-      no key gets the mean of all values, as in jax.nn; with segments or sinks it gets 0. Where lengths end, operands
-      may hold anything.
+      `[batch, queries, heads]`, which is -inf if no key is seen. If query has no batch, neither has the result. A query
+      that sees no key gets the mean of all values, as in jax.nn; with segments or sinks it gets 0. Beyond the lengths,
+      operands may hold anything.
 
     Raises:
-      TypeError: an operand is no array of such a dtype.
-      ValueError: shapes do not fit together, an option is out of its range, or not for the asked implementation.
+      TypeError: an operand is not an array of an accepted dtype.
+      ValueError: shapes do not fit together, an option is out of range, or the implementation does not support it.
 
     Example:
       >>> import jax.numpy as jnp, jaxops

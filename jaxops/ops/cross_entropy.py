@@ -170,33 +170,35 @@ def softmax_cross_entropy_with_integer_labels(
 
     Per token :math:`\mathrm{lse} - (1 - \epsilon) z_{label} - \epsilon\,\mathrm{mean}(z) + \zeta\,\mathrm{lse}^2` with
     :math:`\mathrm{lse} = \log \sum_j e^{z_j}`, the label smoothing :math:`\epsilon` and the z-loss factor
-    :math:`\zeta`; with a soft cap the logits are :math:`z = c \tanh(x / c)`, else :math:`z = x`. Without the keyword
-    arguments it is a drop-in for :func:`optax.softmax_cross_entropy_with_integer_labels`, but that the loss is computed
-    and returned in f32 (f64 for f64). The forward pass reads the logits once and keeps two numbers a token; the
-    backward pass reads them once and writes their gradient, in their dtype, once. If the logits are themselves a
-    product with a large vocabulary's weights, :func:`jaxops.linear_cross_entropy` takes the loss without them.
+    :math:`\zeta`; with a soft cap the logits are :math:`z = c \tanh(x / c)`, else :math:`z = x`. Without keyword
+    arguments it is a drop-in for :func:`optax.softmax_cross_entropy_with_integer_labels`, except that the loss is
+    computed and returned in f32 (f64 for f64).
+
+    The forward pass reads the logits once and keeps two numbers a token. The backward pass reads them once and writes
+    their gradient once, in their dtype. If the logits are a product with a large vocabulary's weights,
+    :func:`jaxops.linear_cross_entropy` computes the loss without them.
 
     Args:
       logits: array of any shape; float64, float32, float16 or bfloat16.
-      labels: integers of the shape of `logits` without `axis`, in [0, columns); negative ones count from the end. The
-        loss of a token whose label is out of range is NaN, and no entry is read for it; a NumPy array, whose values are
-        known while tracing, raises an error instead.
-      axis: the axis of the vocabulary; of several, in their order, the label is a flat index.
+      labels: integers of the shape of `logits` without `axis`, in [0, columns); negative labels count from the end.
+        If a label is out of range, the token's loss is NaN. In a NumPy array, whose values are known while tracing, it
+        is an error.
+      axis: the axis of the vocabulary. With several axes, the label is a flat index over them, in their order.
       where: boolean mask of the shape of `labels` or one that broadcasts with `logits`: the entries over which the
-        softmax and the smoothing extend. The label's logit is taken whether it is masked or not. A token of which
-        everything is masked has a loss of 0.
+        softmax and the smoothing extend. The label's logit counts even if it is masked. If everything is
+        masked, the token's loss is 0.
       label_smoothing: weight of the uniform distribution in the targets, in [0, 1].
-      z_loss: factor of the squared logsumexp, as 1e-4, which keeps logits from drifting.
-      logits_soft_cap: bound of the logits, as 30.0; None: none.
-      ignore_index: label of tokens whose loss and gradient are 0; None: none.
+      z_loss: factor of the squared logsumexp, such as 1e-4, which keeps logits from drifting.
+      logits_soft_cap: bound of the logits, such as 30.0; None: no bound.
+      ignore_index: label of tokens whose loss and gradient are 0; None: no such label.
       return_logsumexp: return a pair: the loss and every token's logsumexp of the logits that take part.
 
     Returns:
       The loss of every token, of the shape of `labels`; f32 (f64 for f64).
 
     Raises:
-      TypeError: `logits` are not floating, `labels` are no integers.
-      ValueError: shapes do not fit, a NumPy array has a label that is out of range, or an option is.
+      TypeError: `logits` are not floating, `labels` are not integers.
+      ValueError: shapes do not fit, a NumPy array has a label that is out of range, or an option is out of range.
 
     Example:
       >>> import jax.numpy as jnp, jaxops
