@@ -178,13 +178,15 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1))
 
 
-def make_step(apply: Callable[..., jax.Array], optimizer: optax.GradientTransformation):
+def make_step(apply: Callable[..., jax.Array], optimizer: optax.GradientTransformation, on_jaxops: bool):
     """A jitted step: state, tokens `[batch, length + 1]` -> state, metrics."""
 
     def step(state, tokens):
         def loss(parameters):
-            logits = apply(parameters, tokens[:, :-1]).astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+            logits = apply(parameters, tokens[:, :-1])
+            if on_jaxops:  # in f32, without f32 logits
+                return jaxops.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
 
         value, gradients = jax.value_and_grad(loss)(state.parameters)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
@@ -214,7 +216,7 @@ def train(size: Size, library: str, on_jaxops: bool, steps: int, text: np.ndarra
     """Trains to step `steps`, starting from the last checkpoint if any."""
     init, apply = make_model(library, size, on_jaxops)
     optimizer = make_optimizer(steps)
-    step = make_step(apply, optimizer)
+    step = make_step(apply, optimizer, on_jaxops)
     start = jax.jit(lambda parameters: State(jnp.zeros((), jnp.int32), parameters, optimizer.init(parameters)))
     options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=every, enable_async_checkpointing=False)
     columns = (
@@ -273,7 +275,7 @@ def compare(size: Size, library: str, text: np.ndarray, rounds: int = 5, steps: 
         init, apply = make_model(library, size, name == "jaxops")
         parameters = init()
         state = State(jnp.zeros((), jnp.int32), parameters, optimizer.init(parameters))
-        step = make_step(apply, optimizer)
+        step = make_step(apply, optimizer, name == "jaxops")
         state, _ = step(state, tokens)
         contenders[name] = [step, state]
     rates: dict[str, list[float]] = {name: [] for name in contenders}

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxops._kernel import COMPOSITES, KERNELS, PLATFORMS, why_no_handler
 
@@ -139,6 +139,31 @@ def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEq
             yield from _walk(program, times_inside, here)
 
 
+#: What is said of a log_softmax whose result is only gathered from.
+_LOSS_HINT = "only gathered from: softmax_cross_entropy_with_integer_labels writes no array of this size"
+
+
+def _gathered(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The calls of log_softmax whose result goes only into gathers, in a program and those inside it."""
+    users: dict[Any, set[str]] = {}
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        name = str(equation.params.get("name", name)) if name in ("pjit", "jit") else name
+        for variable in equation.invars:
+            if not isinstance(variable, Literal):
+                users.setdefault(variable, set()).add(name)
+        for inner in _jaxprs(equation):
+            yield from _gathered(inner)
+    for variable in jaxpr.outvars:
+        if not isinstance(variable, Literal):
+            users.setdefault(variable, set()).add("the result")
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == f"{_PREFIX}log_softmax_fwd":
+            found = users.get(equation.outvars[0], set())
+            if found and found <= {"gather", "take_along_axis"}:
+                yield equation
+
+
 def _is_array(value: Any) -> bool:
     """Whether a value is traced. Other values, such as an axis or a dtype, are options."""
     return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct | ShapedArray)
@@ -186,7 +211,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
 
     # A new function, because an earlier trace may have used other settings.
     jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced)).jaxpr
-    calls, products = [], 0
+    calls, products, gathered = [], 0, {*map(id, _gathered(jaxpr))}
     for equation, times, scope in _walk(jaxpr, 1, ""):
         name = equation.primitive.name
         products += name == "dot_general"
@@ -197,6 +222,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
         avals, results = ([variable.aval for variable in side] for side in (equation.invars, equation.outvars))
         available = why_no_handler(name, platform) is None and all(math.prod(aval.shape) for aval in avals)
         available = available and kernel.is_chosen(*avals, **equation.params)
+        detail = kernel.explain(*avals, **equation.params)
         calls.append(
             KernelCall(
                 kernel=name,
@@ -205,7 +231,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
                 results=tuple(map(array_type, results)),
                 times=times,
                 runs_on="jaxops" if available else "XLA",
-                detail=kernel.explain(*avals, **equation.params),
+                detail=f"{detail}; {_LOSS_HINT}" if id(equation) in gathered else detail,
                 bytes=sum(aval.dtype.itemsize * math.prod(aval.shape) for aval in (*avals, *results)),
                 flops=kernel.flops(*avals, **equation.params),
             )

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxops import _arguments as arguments
 from jaxops.ops.attention import dot_product_attention
+from jaxops.ops.cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
 from jaxops.ops.softmax import softmax
@@ -185,3 +186,70 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
             yield
     finally:
         _listener.reset(token)
+
+
+#: As `_listener`, of patch_optax.
+_optax_listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar(
+    "jaxops_patch_optax", default=None
+)
+
+
+@functools.cache
+def _optax_patch() -> Replacement:
+    import optax
+
+    original = optax.softmax_cross_entropy_with_integer_labels
+
+    @functools.wraps(original)
+    def patched(logits, labels, axis=-1, where=None):
+        listener = _optax_listener.get()
+        taken = (
+            getattr(getattr(logits, "dtype", None), "name", None) in arguments.FLOATS
+            and hasattr(labels, "dtype")
+            and jnp.issubdtype(labels.dtype, jnp.integer)
+            and isinstance(axis, int | tuple)
+            and axis != ()
+            and arguments.passes(arguments.axes, axis, np.ndim(logits))
+            and (where is None or getattr(where, "dtype", None) == np.bool_)
+        )
+        if listener is None or not taken:
+            return original(logits, labels, axis, where)
+        listener(original.__name__)
+        loss = softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(labels), axis, where)
+        return loss.astype(logits.dtype)
+
+    modules = ("optax", "optax.losses", "optax.losses._classification")
+    return Replacement(modules, {original: patched})
+
+
+@contextlib.contextmanager
+def patch_optax(listener: Callable[[str], None] = lambda name: None) -> Iterator[None]:
+    """A scope in which optax's softmax_cross_entropy_with_integer_labels is jaxops' own.
+
+    As :func:`jaxops.patch_jax_nn`: it replaces the function in `optax` and `optax.losses` and puts it back at the end.
+    Other threads keep optax's meanwhile, and only functions that are traced in the scope are affected. The loss keeps
+    the dtype that optax gives it, that of the logits; it is computed in f32.
+
+    Args:
+      listener: called with the function's name for each call that runs on jaxops.
+
+    Raises:
+      ImportError: optax is not installed.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxops, optax
+      >>> calls = []
+      >>> with jaxops.patch_optax(calls.append):
+      ...     loss = optax.softmax_cross_entropy_with_integer_labels(jnp.zeros((1, 4)), jnp.array([2]))
+      >>> calls, loss
+      (['softmax_cross_entropy_with_integer_labels'], Array([1.3862944], dtype=float32))
+    """
+    if not callable(listener):
+        raise TypeError(f"patch_optax: listener must be callable, got {listener!r}")
+    patch = _optax_patch()
+    token = _optax_listener.set(listener)
+    try:
+        with patch.active():
+            yield
+    finally:
+        _optax_listener.reset(token)

@@ -24,6 +24,10 @@ def _rms_norm(x, scale):
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
+def _labels(x):
+    return jnp.arange(x.shape[0]) % x.shape[1]
+
+
 _Function = Callable[..., jax.Array]
 
 
@@ -43,6 +47,11 @@ def _labels(x):
 OPS: dict[str, tuple[_Function, _Function, Callable[[int, int], list[tuple[int, ...]]]]] = {
     "softmax": (jaxops.softmax, jax.nn.softmax, lambda m, n: [(m, n)]),
     "log_softmax": (jaxops.log_softmax, jax.nn.log_softmax, lambda m, n: [(m, n)]),
+    "softmax_cross_entropy_with_integer_labels": (
+        lambda x: jaxops.softmax_cross_entropy_with_integer_labels(x, _labels(x)),
+        lambda x: jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, _labels(x)[:, None], -1)[:, 0],
+        lambda m, n: [(m, n)],
+    ),
     "layer_norm": (jaxops.layer_norm, _layer_norm, lambda m, n: [(m, n), (n,), (n,)]),
     "rms_norm": (jaxops.rms_norm, _rms_norm, lambda m, n: [(m, n), (n,)]),
     "attention": (

@@ -187,7 +187,54 @@ def loss_calls():
     )
 
 
+def value_and_grad_calls():
+    def call(**arguments):
+        return jaxops.softmax_cross_entropy_value_and_grad(**{"logits": X, "labels": np.zeros(3, int)} | arguments)
+
+    yield from wrong(
+        call,
+        logits=(TypeError, "logits must be (an array|of a floating dtype)", [[1.0]], np.ones((3, 4), int)),
+        labels=(
+            ValueError,
+            "labels must (have the shape|be in|not enlarge)",
+            np.zeros((3, 1), int),
+            np.array([0, 4, 1]),
+        ),
+        weights=(ValueError, r"weights must broadcast to \[3\]|do not broadcast.*weights", X[:2], np.ones(2)),
+        axis=(TypeError, "axis must be a Python int", (1,), None, 1.0),
+        where=(ValueError, "where.*(boolean|does not fit)", X, np.ones((3, 5), bool)),
+        **{name: case for name, case in LOSS_OPTIONS.items() if name != "return_logsumexp"},
+    )
+
+
+def linear_loss_calls():
+    def call(**arguments):
+        given = {"x": jnp.ones((3, 4)), "w": jnp.ones((4, 5)), "labels": np.zeros(3, int)}
+        return jaxops.linear_cross_entropy(**given | arguments)
+
+    yield from wrong(
+        call,
+        x=(TypeError, "x must be (an array|of a floating dtype)", [[1.0]], np.ones((3, 4), int)),
+        w=(ValueError, r"w must be \[width, vocabulary\]", jnp.ones((5, 4)), jnp.ones(4)),
+        labels=(ValueError, "labels must (have the shape|be in)", np.zeros((3, 1), int), np.array([0, 5, 1])),
+        bias=(ValueError, "bias must have the vocabulary's shape", jnp.ones(4), jnp.ones((1, 5))),
+        transposed=FLAG,
+        weights=(ValueError, r"weights must broadcast to \[3\]|do not broadcast.*weights", X, np.ones(2)),
+        reduction=(ValueError, "reduction must be None, 'sum' or 'mean', got", "max", True),
+        precision=(ValueError, "precision must be one that jax.numpy.matmul takes", "exact"),
+        chunk_tokens=(ValueError, "chunk_tokens must be at least 1", 0, -3),
+        **LOSS_OPTIONS,
+    )
+    yield from wrong(
+        lambda **options: call(reduction="sum", **options),
+        return_logsumexp=(ValueError, "return_logsumexp must be False with a reduction", True),
+    )
+
+
 CASES = {
+    "jaxops.softmax_cross_entropy_value_and_grad": list(value_and_grad_calls()),
+    "jaxops.linear_cross_entropy": list(linear_loss_calls()),
+    "jaxops.patch_optax": list(wrong(lambda listener: jaxops.patch_optax(listener).__enter__(), listener=CALLABLE)),
     "jaxops.dot_product_attention": list(dot_product_attention_cases()),
     "jaxops.softmax_cross_entropy_with_integer_labels": list(loss_calls()),
     "jaxops.gated_matmul": [

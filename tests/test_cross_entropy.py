@@ -137,6 +137,40 @@ def test_label_dtypes(rng):
             np.testing.assert_array_equal(loss(x, jnp.asarray(labels, dtype)), wanted)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_value_and_grad(dtype, rng):
+    """Both in one call: as the loss and its gradient with the weights as cotangents."""
+    x, labels, weights = draw(rng, (6, 5, 41), dtype)
+    labels[0, :3] = 2, 1, 0
+    where = rng.random((6, 1, 41)) < 0.7
+    where[0] = False
+    cases = [(options, mask) for options in OPTIONS.values() for mask in (None, where)]
+
+    @jax.jit
+    def every(x, weights):
+        return [
+            jaxops.softmax_cross_entropy_value_and_grad(x, labels, weights, where=mask, **options)
+            for options, mask in cases
+        ]
+
+    for (options, mask), got in zip(cases, every(x, weights), strict=True):
+        for value, wanted in zip(got, exact(x, labels, weights, mask, **options), strict=True):
+            contract.assert_close(value, wanted, what=str(options), rounding=4.0)
+    assert got[0].dtype == np.float32 and got[1].dtype == x.dtype
+
+
+def test_value_and_grad_is_differentiable(rng, x64):
+    x, labels, weights = draw(rng, (3, 7), "float64")
+
+    def both(x, weights):
+        loss, gradient = jaxops.softmax_cross_entropy_value_and_grad(
+            x, labels, weights, label_smoothing=0.1, z_loss=0.01, logits_soft_cap=5.0
+        )
+        return jnp.sum(jnp.sin(loss)) + jnp.sum(gradient**2)
+
+    check_grads(jax.jit(both), (x, jnp.asarray(weights)), order=1, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
+
+
 # --- unusual values ---
 
 

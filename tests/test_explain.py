@@ -157,3 +157,20 @@ def test_empty_products_run_on_xla():
         found = jaxops.explain(lambda a, b: jaxops.matmul(a, b, precision="highest"), x, w, platform="cuda")
         assert [call.runs_on for call in found.calls] == ["XLA"]
         assert "nothing to multiply" in found.calls[0].detail
+
+
+def test_a_log_softmax_for_a_loss_is_said():
+    """Where only a gather uses it, the function that needs no logarithms of all entries is named."""
+    x, labels = jnp.ones((4, 9)), jnp.zeros((4, 1), int)
+
+    def loss(x):
+        return -jnp.take_along_axis(jaxops.log_softmax(x), labels, -1).mean()
+
+    def of_all(x):
+        y = jaxops.log_softmax(x)
+        return jnp.take_along_axis(y, labels, -1).mean() + y.sum()
+
+    for function, said in ((loss, True), (jax.jit(loss), True), (jax.grad(loss), True), (of_all, False)):
+        forward = next(c for c in jaxops.explain(function, x).calls if c.kernel == "log_softmax_fwd")
+        assert ("softmax_cross_entropy_with_integer_labels" in forward.detail) == said
+    assert "cross_entropy" not in str(jaxops.explain(jaxops.log_softmax, x))

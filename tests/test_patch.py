@@ -286,3 +286,25 @@ def test_names_replaced_by_hand(monkeypatch, rng):
     for ours, reference in zip(got, wanted, strict=True):
         assert ours.dtype == reference.dtype
         np.testing.assert_allclose(ours, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_optax():
+    """Inside the scope optax's loss runs on jaxops, with its dtype; outside and in other threads it is optax's."""
+    optax = pytest.importorskip("optax")
+    original = optax.softmax_cross_entropy_with_integer_labels
+    logits, labels = jnp.asarray(np.linspace(-2, 2, 12).reshape(3, 4), jnp.bfloat16), np.array([0, 3, 1])
+    calls = []
+    with jaxops.patch_optax(calls.append):
+        assert optax.softmax_cross_entropy_with_integer_labels is not original
+        assert optax.losses.softmax_cross_entropy_with_integer_labels is not original
+        inside = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels, axis=(1,))
+        with pytest.raises(ValueError, match="axis"):
+            optax.softmax_cross_entropy_with_integer_labels(logits, labels, axis=[1])
+    assert calls == ["softmax_cross_entropy_with_integer_labels"]
+    assert (
+        optax.softmax_cross_entropy_with_integer_labels
+        is original
+        is optax.losses.softmax_cross_entropy_with_integer_labels
+    )
+    assert inside.dtype == jnp.bfloat16
+    np.testing.assert_allclose(inside.astype(np.float32), original(logits.astype(np.float32), labels), rtol=1e-2)

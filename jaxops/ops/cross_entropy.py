@@ -224,3 +224,82 @@ def softmax_cross_entropy_with_integer_labels(
         return rows.finished(loss)
     visible = None if where is None else rows.counted
     return rows.finished(loss), rows.squeezed(lse if visible is None else jnp.where(visible, lse, -jnp.inf))
+
+
+def softmax_cross_entropy_value_and_grad(
+    logits: jax.typing.ArrayLike,
+    labels: jax.typing.ArrayLike,
+    weights: jax.typing.ArrayLike | None = None,
+    axis: int = -1,
+    where: jax.typing.ArrayLike | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    ignore_index: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The losses of :func:`jaxops.softmax_cross_entropy_with_integer_labels` and a gradient of the logits, in one pass.
+
+    On a GPU with clusters the logits are read once and the gradient is written once, if a cluster holds a row (524288
+    16-bit logits, 262144 of f32); else it takes two passes. Give the gradient to the model's pullback:
+    `logits, pullback = jax.vjp(model, parameters)`, then `pullback(gradient)`.
+
+    Args:
+      logits: as for softmax_cross_entropy_with_integer_labels.
+      labels: integers of the shape of `logits` without `axis`.
+      weights: what each token's loss is multiplied by in the sum that is differentiated, and nowhere else; broadcasts
+        to the shape of `labels`. None: 1. For a mean use 1 / tokens.
+      axis: the axis of the vocabulary, an int.
+      where: as for softmax_cross_entropy_with_integer_labels.
+      label_smoothing: likewise, as the next three.
+      z_loss: factor of the squared logsumexp.
+      logits_soft_cap: bound of the logits; None: none.
+      ignore_index: label of tokens whose loss and gradient are 0; None: none.
+
+    Returns:
+      The loss of every token, without the weights, in f32 (f64 for f64), and the gradient of the weighted losses' sum,
+      of the shape and dtype of `logits`.
+
+    Raises:
+      TypeError: `logits` or `weights` are not floating, `labels` are no integers, `axis` is no int.
+      ValueError: as for softmax_cross_entropy_with_integer_labels.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxops
+      >>> logits = jnp.zeros((2, 4), jnp.bfloat16)
+      >>> loss, gradient = jaxops.softmax_cross_entropy_value_and_grad(logits, jnp.array([0, 3]), 1 / 2)
+      >>> loss, gradient[0]
+      (Array([1.3862944, 1.3862944], dtype=float32), Array([-0.375, 0.125, 0.125, 0.125], dtype=bfloat16))
+    """
+    op = "softmax_cross_entropy_value_and_grad"
+    options = Options.checked(op, label_smoothing, z_loss, logits_soft_cap, ignore_index)
+    axis = arguments.static_int(op, "axis", axis)
+    rows = _Rows.of(op, logits, labels, axis, where, options)
+    if rows.logits.shape != jnp.shape(logits):
+        raise ValueError(f"{op}: labels and where must not enlarge logits {list(jnp.shape(logits))}")
+    wide = accumulator(rows.logits.dtype)
+    shape = rows.labels.shape
+    factors = jnp.ones(shape, wide)
+    if weights is not None:
+        weights = arguments.real_array(op, "weights", weights).astype(wide)
+        tokens = shape[: rows.axis] + shape[rows.axis + 1 :]
+        if arguments.joint_shape(op, labels=tokens, weights=weights.shape) != tokens:
+            raise ValueError(f"{op}: weights must broadcast to {list(tokens)}, got {list(weights.shape)}")
+        factors = jnp.expand_dims(jnp.broadcast_to(weights, tokens), rows.axis)
+    if rows.counted is not None:
+        factors = jnp.where(rows.counted, factors, 0)
+    gradient, *values = kernels.forward_backward(
+        rows.logits,
+        rows.labels,
+        rows.where,
+        factors,
+        -options.label_weight() * factors,
+        -options.smoothing * factors / rows.count if options.smoothing else None,
+        axes=(rows.axis,),
+        dtype=rows.logits.dtype,
+        cap=options.cap,
+        z_loss=options.z_loss,
+        in_place=False,
+    )
+    loss, _ = options.loss(*values, rows.count)
+    return rows.finished(loss), gradient

@@ -1,0 +1,552 @@
+"""linear_cross_entropy: from hidden states to the loss, a chunk of tokens at a time."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.interpreters import ad
+
+from jaxops import _arguments as arguments
+from jaxops._kernel import Kernel, jvp_of_linear
+from jaxops._rows import accumulator
+from jaxops._sharding import Layout
+from jaxops.ops import _cross_entropy as kernels
+from jaxops.ops.cross_entropy import Options, checked_labels
+
+#: The logits of a chunk: at most so many tokens and so many bytes. Each chunk reads and writes the f32 gradient of w
+#: once, which takes as long as 230 tokens' products on an H200; so a chunk has more of them if they fit.
+CHUNK_TOKENS, CHUNK_BYTES = 2048, 448 << 20
+
+
+class Spec(NamedTuple):
+    """What a call of the kernels is.
+
+    has: the optional operands that are there. results: the optional results that are wanted. transposed: w is
+    [vocabulary, width]. tokens: of a chunk; None: as CHUNK_TOKENS and CHUNK_BYTES say.
+    """
+
+    has: tuple[str, ...]
+    results: tuple[str, ...]
+    transposed: bool
+    cap: float
+    z_loss: float
+    tokens: int | None
+    precision: Any
+
+
+def _chunk_sizes(tokens: int, columns: int, itemsize: int, wanted: int | None) -> tuple[int, int]:
+    """The tokens of the first chunk and of each other one."""
+    if not isinstance(tokens, int):  # symbolic
+        return tokens, tokens
+    most = wanted or max(128, min(CHUNK_TOKENS, CHUNK_BYTES // (columns * itemsize) // 128 * 128))
+    count = max(1, math.ceil(tokens / most))
+    size = most if wanted else min(most, math.ceil(math.ceil(tokens / count) / 128) * 128)
+    return tokens - (count - 1) * size, size
+
+
+def _over_chunks(body, arrays, first: int, size: int):
+    """body(*chunks) -> (what is summed over the chunks in their order, what has a row a token), of all tokens.
+
+    The first chunk begins the sums, so that nothing is added to zeros.
+    """
+    tokens = arrays[0].shape[0]
+    sums, rows = body(*(x[:first] for x in arrays))
+    if first == tokens:
+        return sums, rows
+    rows = [jnp.pad(x, [(0, tokens - first), *[(0, 0)] * (x.ndim - 1)]) for x in rows]
+
+    def step(carry, start):
+        more, new = body(*(lax.dynamic_slice_in_dim(x, start, size) for x in arrays))
+        sums, rows = carry
+        sums = [a + b for a, b in zip(sums, more, strict=True)]
+        rows = [lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(rows, new, strict=True)]
+        return (sums, rows), None
+
+    starts = first + size * lax.iota(np.int32, (tokens - first) // size)
+    return lax.scan(step, (sums, rows), starts)[0]
+
+
+class _Linear(Kernel):
+    """One of the kernels: what its operands and results are, and what it does with a chunk of tokens.
+
+    Slots have a kind: "x", hidden states [tokens..., width]; "w", the weights; "bias", of the vocabulary; "token", one
+    value each. `?` marks optional ones.
+    """
+
+    split_by_local = True
+    handler = "cross_entropy_fwd"
+    linear: tuple[str, ...] = ()
+
+    def __init__(self, name: str, slots: str):
+        super().__init__(name, target=False)
+        operands, results = ([part.split(":") for part in side.split()] for side in slots.split("->"))
+        self.operands = [(name, kind.strip("?"), "?" in kind) for name, kind in operands]
+        self.results = [(name, kind.strip("?"), "?" in kind) for name, kind in results]
+
+    def __call__(self, named: dict[str, Any], spec: Spec) -> dict[str, jax.Array]:
+        """From the operands by name to the results by name."""
+        given = [named.get(name) for name, _, _ in self.operands]
+        has = tuple(n for (n, _, optional), x in zip(self.operands, given, strict=True) if optional and x is not None)
+        spec = spec._replace(has=has, results=tuple(n for n, _, o in self.results if o and n in spec.results))
+        out = self.bind(*(x for x in given if x is not None), spec=spec)
+        return dict(zip(self._there(spec)[1], out, strict=True))
+
+    def _there(self, spec: Spec) -> tuple[dict[str, str], dict[str, str]]:
+        """The operands and the results that are there, with their kinds."""
+        operands = {name: kind for name, kind, optional in self.operands if not optional or name in spec.has}
+        return operands, {name: kind for name, kind, optional in self.results if not optional or name in spec.results}
+
+    def _named(self, operands, spec: Spec) -> dict[str, Any]:
+        given = dict(zip(self._there(spec)[0], operands, strict=True))
+        return {name: given.get(name) for name, _, _ in self.operands}
+
+    def abstract(self, *operands, spec: Spec) -> list[ShapedArray]:
+        named = self._named(operands, spec)
+        x, w, bias = named["x"], named["w"], named["bias"]
+        types = {"x": x, "w": w, "bias": bias}
+        token = ShapedArray(x.shape[:-1], accumulator(x.dtype))
+        return [
+            token if kind == "token" else ShapedArray(types[kind].shape, types[kind].dtype)
+            for kind in self._there(spec)[1].values()
+        ]
+
+    def layout(self, *operands, spec: Spec) -> Layout:
+        tokens = [f"t{i}" for i in range(operands[0].ndim - 1)]
+        matrix = ["v", "d"] if spec.transposed else ["d", "v"]
+        names = {"x": [*tokens, "d"], "w": matrix, "bias": ["v"], "token": tokens}
+        return Layout.of(*([names[kind] for kind in side.values()] for side in self._there(spec)))
+
+    def chunk(self, how, over, named: dict[str, Any], spec: Spec):
+        """Of a chunk of tokens: sums by name, and values of tokens by name."""
+        raise NotImplementedError
+
+    def _run(self, how: str | None, shards: dict[str, tuple[str, ...]], operands, spec: Spec) -> list[jax.Array]:
+        """In the program of one device; shards: see `partitioned`. how: see `kernels._Kernel.call`."""
+        named, (there, results) = self._named(operands, spec), self._there(spec)
+        over, over_width = shards.get("v", ()), shards.get("d", ())
+        over_tokens = tuple(axis for name, axes in shards.items() if name.startswith("t") for axis in axes)
+        width_axis = {"x": -1, "w": 1 if spec.transposed else 0}
+        if over_width:  # logits are not summed over devices: the width is gathered
+            for name, kind in there.items():
+                if kind in width_axis:
+                    axis = width_axis[kind] % named[name].ndim
+                    named[name] = lax.all_gather(named[name], over_width, axis=axis, tiled=True)
+        x, w, shape = named["x"], named["w"], named["x"].shape[:-1]
+        tokens = math.prod(shape) if all(isinstance(d, int) for d in shape) else x.reshape(-1, x.shape[-1]).shape[0]
+        sizes = _chunk_sizes(tokens, w.shape[0 if spec.transposed else 1], x.dtype.itemsize, spec.tokens)
+        by_token = {"x": lambda x: x.reshape(tokens, -1), "token": lambda x: x.reshape(tokens, 1)}
+        flat = {n: by_token[kind](named[n]) for n, kind in there.items() if kind in by_token}
+        shared = {n: x for n, x in named.items() if n not in flat}
+        for name, kind in there.items():  # products are x's dtype's
+            if kind == "w":
+                shared[name] = shared[name].astype(x.dtype)
+        order: list[list[str]] = []
+
+        def body(*chunks):
+            sums, rows = self.chunk(how, over, {**shared, **dict(zip(flat, chunks, strict=True))}, spec)
+            order[:] = [*sums], [*rows]
+            return [*sums.values()], [*rows.values()]
+
+        if how is None:  # derivatives of this keep no chunk's logits
+            body = jax.checkpoint(body)
+        sums, rows = _over_chunks(body, [*flat.values()], *sizes)
+        sums = lax.psum(sums, over_tokens) if over_tokens and sums else sums
+        found = dict(zip(order[0], sums, strict=True)) | dict(zip(order[1], rows, strict=True))
+        out = []
+        given = [x for x in named.values() if x is not None]
+        for (name, kind), like in zip(results.items(), self.abstract(*given, spec=spec), strict=True):
+            value = found[name]
+            if kind == "x" and over:
+                value = lax.psum(value, over)
+            value = value.reshape(like.shape).astype(like.dtype)
+            if over_width and kind in width_axis:
+                axis = width_axis[kind] % value.ndim
+                part = value.shape[axis] // lax.psum(1, over_width)
+                value = lax.dynamic_slice_in_dim(value, lax.axis_index(over_width) * part, part, axis)
+            out.append(value)
+        return out
+
+    def plain(self, *operands, spec: Spec) -> list[jax.Array]:
+        return self._run(None, {}, operands, spec)
+
+    def call_target(self, *operands, spec: Spec) -> list[jax.Array]:
+        return self._run("call_target", {}, operands, spec)
+
+    def local(self, run, shards, scatter, *operands, spec: Spec) -> list[jax.Array]:
+        del scatter
+        return self._run(run.__name__, shards, operands, spec)
+
+    def flops(self, x, w, *_, spec: Spec) -> int:
+        products = {"linear_cross_entropy_fwd": 1, "linear_cross_entropy_jvp": 2}.get(self.name, 3)
+        return 2 * products * (x.size // x.shape[-1]) * w.size
+
+    def batch(self, operands, dims, *, spec: Spec):
+        """Another axis of tokens if no weights are mapped, nor their gradients results; else one after the other."""
+        there, results = self._there(spec)
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        shared = [kind in ("w", "bias") for kind in there.values()]
+        moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+        if not any(s and d is not None for s, d in zip(shared, dims, strict=True)) and not (
+            {"w", "bias"} & {*results.values()}
+        ):
+            moved = [
+                x if s or d is not None else jnp.broadcast_to(x, (size, *x.shape))
+                for x, s, d in zip(moved, shared, dims, strict=True)
+            ]
+            out = self.bind(*moved, spec=spec)
+        else:
+            mapped = [i for i, d in enumerate(dims) if d is not None]
+
+            def one(values):
+                given = dict(zip(mapped, values, strict=True))
+                return self.bind(*(given.get(i, x) for i, x in enumerate(moved)), spec=spec)
+
+            out = lax.map(one, [moved[i] for i in mapped])
+        return out, [0] * len(out)
+
+    def jvp(self, primals, tangents, *, spec: Spec):
+        linear = [name in self.linear for name in self._there(spec)[0]]
+        return jvp_of_linear(self, linear, primals, tangents, spec=spec)
+
+    def _moving(self, values, spec: Spec) -> dict[str, Any]:
+        """Tangents or cotangents by name, None for zero."""
+        return {n: None if isinstance(t, ad.Zero) else t for n, t in zip(self._there(spec)[0], values, strict=True)}
+
+
+def _product(x, w, spec: Spec, bias=None):
+    """Logits of x's dtype."""
+    contracted = 1 if spec.transposed else 0
+    z = lax.dot_general(x, w, (((1,), (contracted,)), ((), ())), spec.precision, x.dtype)
+    return z if bias is None else z + bias.astype(z.dtype)
+
+
+def _gradients(dz, named, over, spec: Spec):
+    """The chunk's terms of what is wanted of dw and dbias, and its dx, from dz."""
+    x, w, wide = named["x"], named["w"], accumulator(named["x"].dtype)
+    sums, rows = {}, {}
+    if "dx" in spec.results:
+        contracted = 0 if spec.transposed else 1
+        dtype = wide if over else x.dtype  # which is summed over devices
+        rows["dx"] = lax.dot_general(dz, w, (((1,), (contracted,)), ((), ())), spec.precision, dtype)
+    if "dw" in spec.results:
+        pair = (dz, x) if spec.transposed else (x, dz)
+        sums["dw"] = lax.dot_general(*pair, (((0,), (0,)), ((), ())), spec.precision, wide)
+    if "dbias" in spec.results:
+        sums["dbias"] = jnp.sum(dz.astype(wide), 0)
+    return sums, rows
+
+
+_VALUES = ("origin", "total", "picked", "sum")
+
+
+def _values(values) -> dict[str, jax.Array]:
+    return {name: x for name, x in zip(_VALUES, values, strict=True) if x is not None}
+
+
+class _Chunk:
+    """What a chunk's kernels are called with."""
+
+    def __init__(self, how, over, named, spec: Spec):
+        self.how = how
+        columns = named["w"].shape[0 if spec.transposed else 1]
+        self.parts = kernels.Parts(named["labels"], columns, over) if over else None
+        self.labels = self.parts.labels if over else named["labels"]
+        self.logits = _product(named["x"], named["w"], spec, named["bias"])
+        self.params = {"axes": (1,), "cap": spec.cap}
+
+    def forward(self, results):
+        wide = accumulator(self.logits.dtype)
+        wanted = ("sum",) if "sum" in results else ()
+        values = kernels.forward.call(
+            self.how, self.logits, self.labels, None, results=wanted, dtype=wide, **self.params
+        )
+        return self.parts.join(*values) if self.parts else values
+
+    def backward(self, origin, dtotal, dpicked, dsum):
+        operands = (self.logits, self.labels, None, origin, dtotal, dpicked, dsum)
+        return kernels.backward.call(self.how, *operands, dtype=self.logits.dtype, **self.params)[0]
+
+    def both(self, dlog, dpicked, dsum, z_loss):
+        """dz, in the place of the logits, and the values."""
+        if self.parts:
+            values = self.forward(("sum",) if dsum is not None else ())
+            dtotal = kernels.total_cotangent(dlog, *values[:2], z_loss)
+            return self.backward(values[0], dtotal, dpicked, dsum), values
+        dz, *values = kernels.forward_backward.call(
+            self.how,
+            *(self.logits, self.labels, None, dlog, dpicked, dsum),
+            dtype=self.logits.dtype,
+            z_loss=z_loss,
+            in_place=self.how is not None,
+            **self.params,
+        )
+        return dz, values
+
+
+class _Forward(_Linear):
+    """A product and the forward kernel a chunk."""
+
+    def chunk(self, how, over, named, spec):
+        return {}, _values(_Chunk(how, over, named, spec).forward(spec.results))
+
+    def jvp(self, primals, tangents, *, spec):
+        out = self.bind(*primals, spec=spec)
+        names = self._there(spec)[1]
+        moving = {"d" + n: t for n, t in self._moving(tangents, spec).items() if t is not None}
+        zeros = [ad.Zero(jax.typeof(x)) for x in out]
+        if not moving:
+            return out, zeros
+        named = self._named(primals, spec) | {"origin": out[0]} | moving
+        moved = _tangent(named, spec._replace(results=tuple("d" + n for n in spec.results)))
+        return out, [moved.get("d" + name, zero) for name, zero in zip(names, zeros, strict=True)]
+
+
+class _Tangent(_Linear):
+    """The tangents of `total`, `picked` and `sum`; its transpose is the backward kernel."""
+
+    linear = ("dx", "dw", "dbias")
+
+    def chunk(self, how, over, named, spec):
+        chunk = _Chunk(how, over, named, spec)
+        terms = []
+        if named["dx"] is not None:
+            terms.append(_product(named["dx"].astype(named["x"].dtype), named["w"], spec))
+        if named["dw"] is not None:
+            terms.append(_product(named["x"], named["dw"].astype(named["x"].dtype), spec))
+        dz = functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(chunk.logits)
+        dz = dz if named["dbias"] is None else dz + named["dbias"].astype(dz.dtype)
+        origin, wanted = named["origin"], "dsum" in spec.results
+        moved = kernels.plain_tangent(chunk.logits, chunk.labels, origin, dz, spec.cap)
+        if over:
+            moved = lax.psum(moved, over)
+        total, picked, sum = moved
+        return {}, {"dtotal": total, "dpicked": picked} | ({"dsum": sum} if wanted else {})
+
+    def transpose(self, cotangents, *operands, spec):
+        named = self._named(operands, spec)
+        wanted = tuple(n for n in self.linear if named[n] is not None and ad.is_undefined_primal(named[n]))
+        given = {n: x for n, x in named.items() if n not in self.linear}
+        moving = dict(zip(self._there(spec)[1], cotangents, strict=True))
+        given |= {n: jnp.zeros_like(given["origin"]) if isinstance(t, ad.Zero) else t for n, t in moving.items()}
+        found = _backward(given, spec._replace(results=wanted))
+        return [found.get(name) for name in self._there(spec)[0]]
+
+
+class _Backward(_Linear):
+    """The product again, the backward kernel and the products of the gradients."""
+
+    linear = ("dtotal", "dpicked", "dsum")
+
+    def chunk(self, how, over, named, spec):
+        dz = _Chunk(how, over, named, spec).backward(*(named[n] for n in ("origin", *self.linear)))
+        return _gradients(dz, named, over, spec)
+
+    def transpose(self, cotangents, *operands, spec):
+        named = self._named(operands, spec)
+        given = {n: x for n, x in named.items() if n not in self.linear}
+        moving = dict(zip(self._there(spec)[1], cotangents, strict=True))
+        given |= {n: t for n, t in moving.items() if not isinstance(t, ad.Zero)}
+        wanted = ("dsum",) if named["dsum"] is not None else ()
+        found = _tangent(given, spec._replace(results=wanted))
+        return [found.get(name) for name in self._there(spec)[0]]
+
+
+class _Both(_Linear):
+    """The values, and the gradients for cotangents that are known before: three products in all."""
+
+    def chunk(self, how, over, named, spec):
+        chunk = _Chunk(how, over, named, spec)
+        dz, values = chunk.both(named["dlog"], named["dpicked"], named["dsum"], spec.z_loss)
+        sums, rows = _gradients(dz, named, over, spec)
+        return sums, rows | _values(values)
+
+    def jvp(self, primals, tangents, *, spec):
+        """That of the two passes that it is made of."""
+        named = self._named(primals, spec)
+        moving = {n: t for n, t in self._moving(tangents, spec).items() if t is not None}
+
+        def passes(*values):
+            given = named | dict(zip(moving, values, strict=True))
+            out = _forward(given, spec)
+            dtotal = kernels.total_cotangent(given["dlog"], out["origin"], out["total"], spec.z_loss)
+            given |= {"origin": out["origin"], "dtotal": dtotal}
+            out |= _backward(given, spec)
+            return [out[name] for name in self._there(spec)[1]]
+
+        return jax.jvp(passes, [named[n] for n in moving], [*moving.values()])
+
+
+_OPERANDS = "x:x w:w labels:token bias:bias?"
+_GRADIENTS = "dx:x? dw:w? dbias:bias?"
+_forward = _Forward("linear_cross_entropy_fwd", f"{_OPERANDS} -> origin:token total:token picked:token sum:token?")
+_tangent = _Tangent(
+    "linear_cross_entropy_jvp",
+    f"{_OPERANDS} origin:token {_GRADIENTS} -> dtotal:token dpicked:token dsum:token?",
+)
+_backward = _Backward(
+    "linear_cross_entropy_bwd",
+    f"{_OPERANDS} origin:token dtotal:token dpicked:token dsum:token? -> {_GRADIENTS}",
+)
+_both = _Both(
+    "linear_cross_entropy_fwd_bwd",
+    f"{_OPERANDS} dlog:token dpicked:token dsum:token? "
+    f"-> origin:token total:token picked:token sum:token? {_GRADIENTS}",
+)
+
+
+def _losses(values, options: Options, columns: int):
+    return options.loss(*(values.get(name) for name in _VALUES), columns)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _weighted_sum(static, x, w, bias, weights, labels):
+    """The sum of weights times losses; a weight of 0 leaves a token out."""
+    spec, options = static
+    values = _forward({"x": x, "w": w, "bias": bias, "labels": labels}, spec)
+    loss, _ = _losses(values, options, w.shape[0 if spec.transposed else 1])
+    return jnp.sum(jnp.where(weights == 0, 0, weights * loss))
+
+
+@functools.partial(_weighted_sum.defjvp, symbolic_zeros=True)
+def _weighted_sum_jvp(static, primals, tangents):
+    """With the gradients of the sum, which one pass over the chunks gives with the losses."""
+    (spec, options), (x, w, bias, weights, labels) = static, primals
+    moving = dict(zip(("dx", "dw", "dbias", "dweights"), tangents, strict=False))
+    zero = jax.custom_derivatives.SymbolicZero
+    moving = {n: t for n, t in moving.items() if t is not None and not isinstance(t, zero)}
+    columns = w.shape[0 if spec.transposed else 1]
+    named = {"x": x, "w": w, "bias": bias, "labels": labels, "dlog": weights}
+    named["dpicked"] = -options.label_weight() * weights
+    if options.smoothing:
+        named["dsum"] = -options.smoothing / columns * weights
+    spec = spec._replace(results=(*spec.results, *(n for n in ("dx", "dw", "dbias") if n in moving)))
+    values = _forward(named, spec) if moving.keys() <= {"dweights"} else _both(named, spec)
+    loss, _ = _losses(values, options, columns)
+    loss = jnp.where(weights == 0, 0, loss)
+    out, tangent = jnp.sum(weights * loss), jnp.zeros((), loss.dtype)
+    for name, direction in moving.items():
+        gradient = loss if name == "dweights" else values[name]
+        tangent += jnp.sum(gradient.astype(loss.dtype) * direction.astype(loss.dtype))
+    return out, tangent
+
+
+def linear_cross_entropy(
+    x: jax.typing.ArrayLike,
+    w: jax.typing.ArrayLike,
+    labels: jax.typing.ArrayLike,
+    *,
+    bias: jax.typing.ArrayLike | None = None,
+    transposed: bool = False,
+    weights: jax.typing.ArrayLike | None = None,
+    reduction: str | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_soft_cap: float | None = None,
+    ignore_index: int | None = None,
+    return_logsumexp: bool = False,
+    precision: Any = None,
+    chunk_tokens: int | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Cross entropy of the softmax of `x @ w + bias`, whose logits [tokens, vocabulary] never exist as a whole.
+
+    A chunk of tokens at a time is multiplied and reduced to a loss a token. With a `reduction` the gradients are
+    computed along with the loss when it is differentiated: three products, the fewest there can be, as the weights of
+    the tokens are known then; a cotangent scales what comes out. Without one the cotangent of every token is known in
+    the backward pass alone, which then computes each chunk's logits again: four products. So let this function reduce.
+    The gradient of `w` is summed over the chunks in f32, in their order: its bits do not change from run to run. Under
+    :func:`jax.checkpoint` the forward pass computes no gradients, and the backward pass repeats the product.
+
+    Args:
+      x: hidden states [..., width]; float64, float32, float16 or bfloat16.
+      w: weights [width, vocabulary] of a floating dtype. They are rounded to the dtype of `x`, which is that of the
+        products and of a chunk's logits; sums are f32. f32 weights get an f32 gradient.
+      labels: integers [...]; see :func:`jaxops.softmax_cross_entropy_with_integer_labels`.
+      bias: [vocabulary], added to the logits.
+      transposed: `w` is [vocabulary, width], as an embedding table to which the output is tied.
+      weights: a factor for every token's loss, [...] or broadcasting to it.
+      reduction: None, "sum" of the weighted losses, or "mean": that sum divided by the sum of the weights of the
+        tokens that are not ignored (0 if that is 0).
+      label_smoothing: see softmax_cross_entropy_with_integer_labels, as for the next three.
+      z_loss: factor of the squared logsumexp.
+      logits_soft_cap: bound of the logits; None: none.
+      ignore_index: label of tokens whose loss and gradient are 0; None: none.
+      return_logsumexp: return a pair: the loss and every token's logsumexp. Without a reduction only.
+      precision: of the products, as in :func:`jax.numpy.matmul`.
+      chunk_tokens: tokens of a chunk; None: 2048, or fewer if their logits would take more than 448 MiB.
+
+    Returns:
+      The losses [...], or with a reduction a scalar; f32 (f64 for f64).
+
+    Raises:
+      TypeError: `x`, `w`, `bias` or `weights` are not floating, `labels` are no integers.
+      ValueError: shapes do not fit, a NumPy array has a label that is out of range, or an option is.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxops
+      >>> x, w, labels = jnp.ones((5, 4)), jnp.eye(4, 7), jnp.arange(5)
+      >>> loss = lambda x, w: jaxops.linear_cross_entropy(x, w, labels, reduction="mean")
+      >>> value, (dx, dw) = jax.value_and_grad(loss, (0, 1))(x, w)
+      >>> value.dtype, dx.shape, dw.shape
+      (dtype('float32'), (5, 4), (4, 7))
+    """
+    op = "linear_cross_entropy"
+    x, w = (_floating(op, name, value) for name, value in (("x", x), ("w", w)))
+    transposed = arguments.flag(op, "transposed", transposed)
+    return_logsumexp = arguments.flag(op, "return_logsumexp", return_logsumexp)
+    if reduction not in (None, "sum", "mean"):
+        raise ValueError(f"{op}: reduction must be None, 'sum' or 'mean', got {reduction!r}")
+    if reduction is not None and return_logsumexp:
+        raise ValueError(f"{op}: return_logsumexp must be False with a reduction, got True and {reduction!r}")
+    if not x.ndim:
+        raise ValueError(f"{op}: x must have at least 1 dimension, [..., width], got a scalar")
+    if w.ndim != 2 or w.shape[1 if transposed else 0] != x.shape[-1]:
+        wanted = "[vocabulary, width]" if transposed else "[width, vocabulary]"
+        raise ValueError(f"{op}: w must be {wanted} with the width of x, {x.shape[-1]}, got {list(w.shape)}")
+    columns = w.shape[0 if transposed else 1]
+    options = Options.checked(op, label_smoothing, z_loss, logits_soft_cap, ignore_index)
+    labels, kept = checked_labels(op, labels, columns, options.ignore_index)
+    if labels.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: labels must have the shape {list(x.shape[:-1])} of x's tokens, got {list(labels.shape)}"
+        )
+    if bias is not None:
+        bias = _floating(op, "bias", bias)
+        if bias.shape != (columns,):
+            raise ValueError(f"{op}: bias must have the vocabulary's shape [{columns}], got {list(bias.shape)}")
+    wide = accumulator(x.dtype)
+    if weights is not None:
+        weights = arguments.real_array(op, "weights", weights).astype(wide)
+        if arguments.joint_shape(op, tokens=labels.shape, weights=weights.shape) != labels.shape:
+            raise ValueError(f"{op}: weights must broadcast to {list(labels.shape)}, got {list(weights.shape)}")
+    if chunk_tokens is not None:
+        chunk_tokens = arguments.static_int(op, "chunk_tokens", chunk_tokens)
+        if chunk_tokens < 1:
+            raise ValueError(f"{op}: chunk_tokens must be at least 1, got {chunk_tokens}")
+    precision = arguments.precision(op, "precision", precision)
+    results = ("sum",) if options.smoothing else ()
+    spec = Spec((), results, transposed, options.cap, options.z_loss, chunk_tokens, precision)
+    if reduction is None:
+        loss, lse = _losses(_forward({"x": x, "w": w, "bias": bias, "labels": labels}, spec), options, columns)
+        loss = loss if kept is None else jnp.where(kept, loss, 0)
+        loss = loss if weights is None else weights * loss
+        return (loss, lse) if return_logsumexp else loss
+    factors = jnp.ones(labels.shape, wide) if weights is None else jnp.broadcast_to(weights, labels.shape)
+    factors = factors if kept is None else jnp.where(kept, factors, 0)
+    if reduction == "mean":
+        total = jnp.sum(factors)
+        factors = factors / jnp.where(total == 0, 1, total)
+    return _weighted_sum((spec, options), x, w, bias, factors, labels)
+
+
+def _floating(op: str, name: str, value: Any) -> jax.Array:
+    x = arguments.array(op, name, value)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{op}: {name} must be of a floating dtype, got {x.dtype}")
+    return arguments.real_array(op, name, x)
