@@ -63,8 +63,8 @@ struct RowState {
   static __device__ float Offset(float maximum, float factor) { return maximum == -kInfinity ? 0 : maximum * factor; }
 };
 
-// tanh(x) to 2^-21 absolutely.
-__device__ __forceinline__ float Tanh(float x) { return 1 - __fdividef(2, 1 + Exp2(x * (2 * kLog2E))); }
+// tanh(x) to 2^-22 absolutely.
+__device__ __forceinline__ float Tanh(float x) { return 1 - 2 * __frcp_rn(1 + Exp2(x * (2 * kLog2E))); }
 
 // The slower way, of calls with a soft cap, a bias, a mask or segments: 64 rows by kKeys keys, of which this thread has
 // two rows. Scores come out in units of log 2.
@@ -183,113 +183,75 @@ struct GeneralGradients {
   __device__ GeneralGradients(const Problem& p, const Band& band, int batch, int head, int key)
       : p(p), band(band), batch(batch), head(head), key(key) {}
 
-  // Scores become probabilities, and the gradients of probabilities those of scores; both are rounded, too. query: this
+  // The probabilities of scores, and the scores' gradients from those of the probabilities, both rounded. query: this
   // thread's first; lse, delta: where the queries' are; masked: as in GeneralScores.
-  __device__ __forceinline__ void Finish(float (&scores)[kQueries / 2], float (&dscores)[kQueries / 2],
-                                         uint32_t (&rounded)[kQueries / 4], uint32_t (&drounded)[kQueries / 4],
-                                         int query, uint32_t lse, uint32_t delta, bool masked) const {
-#pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i) dscores[i] -= LoadShared<float>(delta + (i / 4 * 8 + i % 2) * 4);
-    if (p.soft_cap != 0) {
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) dscores[i] *= Derivative(scores[i]);
-    }
-    ToProbabilities(scores, query, lse, masked);
-#pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i)  // what is not seen is 0, whatever the values are
-      dscores[i] = scores[i] == 0 ? 0 : scores[i] * dscores[i];
-    Round<T>(rounded, scores);
-    Round<T>(drounded, dscores);
+  __device__ __forceinline__ void Finish(const float (&scores)[kQueries / 2],
+                                         const float (&dprobabilities)[kQueries / 2], uint32_t (&rounded)[kQueries / 4],
+                                         uint32_t (&drounded)[kQueries / 4], int query, uint32_t lse, uint32_t delta,
+                                         bool masked) const {
+    float last_probability = 0, last_gradient = 0;
+    Visit(scores, query, lse, masked, [&](int i, float probability, float slope) __attribute__((always_inline)) {
+      const float offset = LoadShared<float>(delta + (i / 4 * 8 + i % 2) * 4);
+      const float gradient = slope == 0 ? 0 : slope * (dprobabilities[i] - offset);
+      if (i % 2) {
+        rounded[i / 2] = RoundPair<T>(last_probability, probability);
+        drounded[i / 2] = RoundPair<T>(last_gradient, gradient);
+      }
+      last_probability = probability;
+      last_gradient = gradient;
+    });
   }
   // The rounded probabilities; in place of the scores their products with the derivative of the soft cap.
   __device__ __forceinline__ void Probabilities(float (&scores)[kQueries / 2], uint32_t (&rounded)[kQueries / 4],
                                                 int query, uint32_t lse, bool masked) const {
-    float derivative[kQueries / 2];
-    if (p.soft_cap != 0) {
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) derivative[i] = Derivative(scores[i]);
-    }
-    ToProbabilities(scores, query, lse, masked);
-    Round<T>(rounded, scores);
-    if (p.soft_cap != 0) {
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) scores[i] *= derivative[i];
-    }
+    float last_probability = 0;
+    Visit(scores, query, lse, masked, [&](int i, float probability, float slope) __attribute__((always_inline)) {
+      if (i % 2) rounded[i / 2] = RoundPair<T>(last_probability, probability);
+      last_probability = probability;
+      scores[i] = slope;
+    });
   }
 
  private:
-  // Of the soft cap.
-  __device__ __forceinline__ float Derivative(float score) const {
-    const float bounded = Tanh(score * (p.scale / p.soft_cap));
-    return 1 - bounded * bounded;
-  }
-  // Pass by pass: loads between branches would wait for each other.
-  __device__ __forceinline__ void ToProbabilities(float (&scores)[kQueries / 2], int query, uint32_t lse,
-                                                  bool masked) const {
-    if (p.soft_cap != 0) {
-      const float factor = p.scale / p.soft_cap, cap = p.soft_cap * kLog2E;
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) scores[i] = cap * Tanh(scores[i] * factor);
-    } else {
-      const float factor = p.scale * kLog2E;
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) scores[i] *= factor;
-    }
-    if (p.bias.data) {
-      const auto add = [](float& score, auto value) { score = fmaf(static_cast<float>(value), kLog2E, score); };
-      if (p.wide_bias) {
-        Visit<float>(p.bias, scores, query, add);
-      } else {
-        Visit<T>(p.bias, scores, query, add);
-      }
-    }
-    if (p.mask.data) {
-      Visit<uint8_t>(p.mask, scores, query, [](float& score, uint8_t seen) { score = seen & 1 ? score : -kInfinity; });
-    }
-    if (masked) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int first = band.FirstSeeing(key + 8 * h, query);
-        const int last = min(band.LastSeeing(key + 8 * h, query), band.queries - 1 - query);
-#pragma unroll
-        for (int i = 0; i < kQueries / 8; ++i)
-#pragma unroll
-          for (int j = 0; j < 2; ++j)
-            if (8 * i + j < first || 8 * i + j > last) scores[4 * i + 2 * h + j] = -kInfinity;
-      }
-      if (p.query_segments) {
-        const int32_t* const queries = p.query_segments + int64_t{batch} * p.queries;
-        const int32_t* const keys = p.key_segments + int64_t{batch} * p.keys;
-        const int own[2] = {keys[min(key, p.keys - 1)], keys[min(key + 8, p.keys - 1)]};
-#pragma unroll
-        for (int i = 0; i < kQueries / 8; ++i)
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int segment = queries[min(query + 8 * i + j, p.queries - 1)];
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-              if (segment != own[h]) scores[4 * i + 2 * h + j] = -kInfinity;
-          }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i)
-      scores[i] = Exp2(scores[i] - LoadShared<float>(lse + (i / 4 * 8 + i % 2) * 4));
-  }
-  // Calls use(score, element of `from`) for each score.
-  template <class U, class Use>
-  __device__ __forceinline__ void Visit(const Broadcast& from, float (&scores)[kQueries / 2], int query,
+  // Calls use(index, probability, its product with the derivative of the soft cap) for each score; 0, 0 where not seen.
+  template <class Use>
+  __device__ __forceinline__ void Visit(const float (&scores)[kQueries / 2], int query, uint32_t lse, bool masked,
                                         const Use& use) const {
-    const int first = min(key, p.keys - 1), second = min(key + 8, p.keys - 1) - first;
-    const U* const line = static_cast<const U*>(from.data) + from.Row(batch, head, 0) + first;
+    const bool capped = p.soft_cap != 0, by_segment = masked && p.query_segments;
+    const float factor = capped ? p.scale / p.soft_cap : p.scale * kLog2E, cap = p.soft_cap * kLog2E;
+    int own_segment[2] = {};
+    if (by_segment)
+      for (int h = 0; h < 2; ++h)
+        own_segment[h] = p.key_segments[int64_t{batch} * p.keys + min(key + 8 * h, p.keys - 1)];
 #pragma unroll
-    for (int i = 0; i < kQueries / 8; ++i)
+    for (int i = 0; i < kQueries / 8; ++i) {
+      const float2 lse_pair = LoadShared<float2>(lse + 32 * i);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const U* const at = line + min(query + 8 * i + j, p.queries - 1) * from.query_stride;
-        use(scores[4 * i + j], at[0]);
-        use(scores[4 * i + 2 + j], at[second]);
+      for (int e = 0; e < 4; ++e) {
+        const int h = e / 2, at_query = 8 * i + e % 2;
+        const int row = min(query + at_query, p.queries - 1), column = min(key + 8 * h, p.keys - 1);
+        float score = scores[4 * i + e] * factor, derivative = 1;
+        if (capped) {
+          const float bounded = Tanh(score);
+          score = cap * bounded;
+          derivative = 1 - bounded * bounded;
+        }
+        if (p.bias.data) {
+          const int64_t at = p.bias.Row(batch, head, row) + column;
+          const float bias = p.wide_bias ? static_cast<const float*>(p.bias.data)[at]
+                                         : static_cast<float>(static_cast<const T*>(p.bias.data)[at]);
+          score = fmaf(bias, kLog2E, score);
+        }
+        const float value = Exp2(score - (e % 2 ? lse_pair.y : lse_pair.x));
+        bool seen = true;
+        if (p.mask.data) seen = static_cast<const uint8_t*>(p.mask.data)[p.mask.Row(batch, head, row) + column] & 1;
+        if (masked)
+          seen &= query + at_query < band.queries && at_query >= band.FirstSeeing(key + 8 * h, query) &&
+                  at_query <= band.LastSeeing(key + 8 * h, query);
+        if (by_segment) seen &= p.query_segments[int64_t{batch} * p.queries + row] == own_segment[h];
+        use(4 * i + e, seen ? value : 0, seen ? value * derivative : 0);
       }
+    }
   }
 };
 
