@@ -68,7 +68,7 @@ def random_case(rng, dtype: str) -> Case:
     batch, groups = (int(rng.integers(1, 4)) for _ in range(2))
     heads = groups * int(rng.integers(1, 4))
     queries, keys = (int(rng.integers(1, 200)) for _ in range(2))
-    depth = 8 * int(rng.integers(1, 17))
+    depth = 8 * int(rng.integers(1, 33))
 
     def maybe(value, chance=0.3):
         return value if rng.random() < chance else None

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxops
 from jaxops import _kernel
+from jaxops.ops import _attention_kernel as kernels
 from jaxops.ops import _attention_support as support
 from jaxops.ops._attention_kernel import LSE_NAME, OUT_NAME
 from jaxops.ops._attention_plain import WHOLE
@@ -451,3 +452,69 @@ def test_few_queries_split_the_keys():
     assert support.key_splits(1, 1, queries, 8192, 64) == 0
     few, many = (support.forward_workspace(8, t, 8192, 8, 4, 128, False) for t in (1, 100))
     assert many == 4 and few == many + 2 * 8 * 32 * (128 + 2)
+
+
+# The kernels
+
+on_hopper = pytest.mark.gpu("9.0")
+
+
+@on_hopper
+@pytest.mark.parametrize("mapped", [("query",), ("query", "key", "value"), ("bias",), ("sinks", "mask")])
+def test_kernels_under_vmap(mapped, rng):
+    options = {"bias": (1, 4, 1, 90), "sinks": True, "mask": (2, 1, 70, 90), "key_lengths": [90, 41]}
+    cases = [draw(rng, (2, 70, 90, 4, 2, 64), "bfloat16", **options) for _ in range(3)]
+    arrays = {
+        name: np.stack([case.arrays[name] for case in cases], 1) if name in mapped else x
+        for name, x in cases[0].arrays.items()
+    }
+
+    def run(arrays):
+        floats = {name: arrays[name] for name in cases[0].floats}
+        out, pull = jax.vjp(lambda floats: attend(**{**arrays, **floats}, implementation="jaxops"), floats)
+        return out, pull(jnp.cos(out))[0]
+
+    axes = {name: 1 if name in mapped else None for name in arrays}
+    got = jax.jit(jax.vmap(run, (axes,)))(arrays)
+    for j in range(3):
+        wanted = jax.jit(run)({name: x[:, j] if name in mapped else x for name, x in arrays.items()})
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            g, w = np.asarray(g[j], np.float32), np.asarray(w, np.float32)
+            assert np.linalg.norm(g - w) <= 0.02 * np.linalg.norm(w)
+
+
+@on_hopper
+@pytest.mark.parametrize("depth", [64, 128, 192])
+def test_kernels_of_parts_of_the_queries(depth, rng):
+    """As devices run them that share the queries: the parts' results and gradients are those of the whole."""
+    case = draw(rng, (2, 384, 384, 4, 2, depth), "bfloat16")
+    query, key, value = case.arrays.values()
+    query = query.reshape(2, 384, 2, 2, depth)
+    call = kernels.Call(depth**-0.5, causal=True, window=(200, -1))
+
+    @jax.jit
+    def run(query, dout, offset):
+        x = {"query": query, "key": key, "value": value, "query_offset": offset}
+        out = kernels.forward(call, x, ("out", "lse"))
+        return out["out"], *kernels._backward(call, x | out | {"dout": dout}, ("dquery", "dkey", "dvalue")).values()
+
+    dout = rng.standard_normal(query.shape).astype("bfloat16")
+    whole = run(query, dout, np.zeros(1, np.int32))
+    parts = [run(query[:, i : i + 128], dout[:, i : i + 128], np.int32([i])) for i in range(0, 384, 128)]
+    found = [np.concatenate(xs, 1) for xs in list(zip(*parts, strict=True))[:2]]
+    found += [np.sum(np.asarray(xs, np.float32), 0) for xs in list(zip(*parts, strict=True))[2:]]
+    for got, wanted in zip(found, whole, strict=True):
+        got, wanted = np.asarray(got, np.float32), np.asarray(wanted, np.float32)
+        assert np.linalg.norm(got - wanted) <= 0.02 * np.linalg.norm(wanted)
+
+
+@on_hopper
+def test_kernels_run_and_repeat_their_bits(rng):
+    case = draw(rng, (2, 500, 700, 4, 2, 64), "bfloat16", is_causal=True, bias=(1, 4, 500, 700))
+    cotangent = rng.standard_normal((2, 500, 4, 64)).astype("bfloat16")
+    step = jax.jit(functools.partial(value_and_gradients, case, attend))
+    text = step.lower(cotangent).as_text()
+    assert all(f"@{_kernel.target_name(name)}(" in text for name in ("attention_fwd", "attention_bwd"))
+    first = step(cotangent)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, step(cotangent), first)

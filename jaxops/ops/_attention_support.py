@@ -13,6 +13,9 @@ DTYPES = ("bfloat16", "float16")
 #: Depths are multiples of the first, up to the second.
 DEPTH_STEP, MAX_DEPTH = 8, 256
 
+#: The most elements along an axis.
+LONGEST = 2**29
+
 #: The compute capability that the kernels are compiled for.
 CAPABILITY = "9.0"
 
@@ -38,8 +41,8 @@ def why_not(operands: Mapping[str, Any]) -> str | None:
         return f"the attention kernels take values of the keys' depth, got {features} and {depth}"
     if depth % DEPTH_STEP or depth > MAX_DEPTH:
         return f"the attention kernels take multiples of {DEPTH_STEP} up to {MAX_DEPTH} as the depth, got {depth}"
-    if any(isinstance(d, int) and d >= 2**31 for x in operands.values() for d in x.shape):
-        return "the attention kernels take axes below 2^31"
+    if any(isinstance(d, int) and d > LONGEST for x in (query, value) for d in x.shape):
+        return f"the attention kernels take axes of up to 2^29, got query {query.shape} and value {value.shape}"
     return None
 
 
