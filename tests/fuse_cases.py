@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 SPELLINGS: dict[str, Case] = {}
@@ -293,6 +294,112 @@ def log_softmax_of_logsumexp(x):
 def log_softmax_by_hand(x):
     shifted = x - x.max(-1, keepdims=True)
     return shifted - jnp.log(jnp.exp(shifted).sum(-1, keepdims=True))
+
+
+# Losses of integer labels, which the tests give the second operand's signs and sizes.
+
+LOSS = {"softmax_cross_entropy_with_integer_labels": 1}
+
+
+def labels_of(x, columns=8):
+    return (jnp.abs(x) * 10).astype(jnp.int32) % columns
+
+
+@spelling(ROWS, (3,), **LOSS)
+def loss_of_optax(x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels_of(y))
+
+
+@spelling((2, 8, 3), (2, 3), **LOSS)
+def loss_of_optax_over_a_middle_axis(x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels_of(y), axis=1)
+
+
+@spelling((2, 3, 8), (2, 3), **LOSS)
+def loss_mean(x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(x, labels_of(y)).mean()
+
+
+@spelling(ROWS, (3,), **LOSS)
+def loss_wide_inside(x, y):
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(wide, labels_of(y))
+
+
+@spelling(ROWS, (3,), **LOSS)
+def loss_gathered_log_probabilities(x, y):
+    return -jnp.take_along_axis(jax.nn.log_softmax(x), labels_of(y)[:, None], 1)[:, 0]
+
+
+@spelling(ROWS, (3,), **LOSS)
+def loss_gathered_before_the_mean(x, y):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), labels_of(y)[:, None], -1))
+
+
+@spelling(ROWS, (3,), **LOSS)
+def loss_indexed_row_by_row(x, y):
+    return jax.vmap(lambda x, y: -jax.nn.log_softmax(x)[labels_of(y)])(x, y)
+
+
+@spelling(ROWS, (3,), **LOSS)
+def loss_indexed_by_pairs(x, y):
+    return -jax.nn.log_softmax(x)[jnp.arange(3), labels_of(y)]
+
+
+@spelling(ROWS, (3,), **LOSS)
+def loss_one_hot(x, y):
+    return -jnp.sum(jax.nn.log_softmax(x) * jax.nn.one_hot(labels_of(y) - 1, 8), -1)
+
+
+@spelling(ROWS, (3,), **LOSS)
+def loss_by_hand(x, y):
+    shifted = x - lax.stop_gradient(x.max(-1, keepdims=True))
+    picked = jnp.take_along_axis(shifted, labels_of(y)[:, None], -1)[:, 0]
+    return jnp.log(jnp.exp(shifted).sum(-1)) - picked
+
+
+@deception("softmax_cross_entropy_with_integer_labels", ROWS, (3,))
+def loss_log_probabilities_used_elsewhere(x, y):
+    log_p = jax.nn.log_softmax(x)
+    return jnp.take_along_axis(log_p, labels_of(y)[:, None], 1)[:, 0] + jnp.exp(log_p).sum(-1) ** 2
+
+
+@deception("softmax_cross_entropy_with_integer_labels", ROWS, (3,))
+def loss_of_other_logits(x, y):
+    return jax.nn.logsumexp(x, -1) - jnp.take_along_axis(2 * x, labels_of(y)[:, None], 1)[:, 0]
+
+
+@deception("softmax_cross_entropy_with_integer_labels", ROWS, (3,))
+def loss_picked_without_gradient(x, y):
+    picked = jnp.take_along_axis(lax.stop_gradient(x), labels_of(y)[:, None], 1)[:, 0]
+    return jax.nn.logsumexp(x, -1) - picked
+
+
+@deception("softmax_cross_entropy_with_integer_labels", SQUARE, (8,))
+def loss_of_columns_picked_in_rows(x, y):
+    return jax.nn.logsumexp(x, 0) - jnp.take_along_axis(x, labels_of(y)[:, None], 1)[:, 0]
+
+
+@deception("softmax_cross_entropy_with_integer_labels", ROWS, (3,))
+def loss_without_maximum(x, y):
+    return jnp.log(jnp.exp(x).sum(-1)) - jnp.take_along_axis(x, labels_of(y)[:, None], 1)[:, 0]
+
+
+@deception("softmax_cross_entropy_with_integer_labels", ROWS, (3,))
+def loss_with_a_wrong_sign(x, y):
+    return jax.nn.logsumexp(x, -1) + jnp.take_along_axis(x, labels_of(y)[:, None], 1)[:, 0]
+
+
+@deception("softmax_cross_entropy_with_integer_labels", ROWS, (3,))
+def loss_one_hot_of_logits(x, y):
+    """Labels out of range, whose loss is the logsumexp."""
+    return jax.nn.logsumexp(x, -1) - jnp.sum(x * jax.nn.one_hot(labels_of(y) - 1, 8), -1)
+
+
+@deception("softmax_cross_entropy_with_integer_labels", ROWS, (3,))
+def loss_smoothed(x, y):
+    targets = 0.9 * jax.nn.one_hot(labels_of(y), 8) + 0.1 / 8
+    return -jnp.sum(jax.nn.log_softmax(x) * targets, -1)
 
 
 # Products.

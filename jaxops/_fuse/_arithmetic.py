@@ -67,6 +67,9 @@ class Dual:
         return Dual(value, (self.tangent * at).sum(axes, keepdims=True) / at.sum(axes, keepdims=True))
 
 
+Reference = Callable[..., Dual]
+
+
 def dual(x: Any) -> Dual:
     return x if isinstance(x, Dual) else Dual(x)
 
@@ -198,6 +201,13 @@ def evaluate(name: str, params: dict[str, Any], operands: Sequence[Dual], shape:
             for axis, size in zip(params["broadcast_dimensions"], first.shape, strict=True):
                 spread[axis] = size
             return first.map(lambda x: np.broadcast_to(x.reshape(spread), shape))
+        case "dot_general":
+            return product(*operands, params["dimension_numbers"])
+        case "concatenate":
+            values, tangents = ([getattr(x, part) for x in operands] for part in ("value", "tangent"))
+            return Dual(*(np.concatenate(parts, params["dimension"]) for parts in (values, tangents)))
+        case "gather":
+            return _gathered(first, operands[1].value, params)
         case "iota":
             axis = params["dimension"]
             return Dual(
@@ -206,6 +216,81 @@ def evaluate(name: str, params: dict[str, Any], operands: Sequence[Dual], shape:
                 )
             )
     return None
+
+
+def product(a: Dual, b: Dual, dimension_numbers: Any) -> Dual:
+    """The batch axes first, then the free ones of a and of b."""
+    (contract_a, contract_b), (batch_a, batch_b) = dimension_numbers
+    names_a = [f"a{d}" for d in range(len(a.shape))]
+    names_b = [f"b{d}" for d in range(len(b.shape))]
+    for i, j in zip((*contract_a, *batch_a), (*contract_b, *batch_b), strict=True):
+        names_b[j] = names_a[i]
+    free_a = [n for d, n in enumerate(names_a) if d not in (*contract_a, *batch_a)]
+    free_b = [n for d, n in enumerate(names_b) if d not in (*contract_b, *batch_b)]
+    return einsum(a, names_a, b, names_b, [*(names_a[d] for d in batch_a), *free_a, *free_b])
+
+
+def einsum(a: Dual, names_a: Sequence[Any], b: Dual, names_b: Sequence[Any], names: Sequence[Any]) -> Dual:
+    """Of two operands, whose axes have names."""
+    numbers = {name: i for i, name in enumerate(dict.fromkeys([*names_a, *names_b]))}
+    sides = [[numbers[name] for name in axes] for axes in (names_a, names_b, names)]
+
+    def multiplied(x, y):
+        return np.einsum(x, sides[0], y, sides[1], sides[2], optimize=True)
+
+    tangent = multiplied(a.tangent, b.value) + multiplied(a.value, b.tangent)
+    return Dual(multiplied(a.value, b.value), tangent)
+
+
+def _gathered(x: Dual, indices: np.ndarray, params: dict[str, Any]) -> Dual | None:
+    """A gather of single entries, or of whole axes of size 1."""
+    numbers = params["dimension_numbers"]
+    if any(size != 1 for size in _gathered_sizes(x.shape, params)):
+        return None
+    batch = indices.shape[:-1]
+    at = [np.zeros(batch, np.int64) for _ in x.shape]
+    for axis, column in zip(numbers.start_index_map, np.moveaxis(indices, -1, 0), strict=True):
+        at[axis] = column
+    for axis, place in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        at[axis] = np.arange(x.shape[axis]).reshape([-1 if d == place else 1 for d in range(len(batch))]) + at[axis]
+    # Whole axes: with all their entries, in front of the batch.
+    whole = [axis for axis in range(len(x.shape)) if _is_whole(x.shape, params, axis)]
+    rank = len(whole) + len(batch)
+    for axis in whole:
+        at[axis] = np.arange(x.shape[axis]).reshape([-1] + [1] * (rank - 1 - whole.index(axis)))
+    inside = np.ones(batch, bool)
+    for axis in numbers.start_index_map:
+        if axis not in whole:
+            inside &= (at[axis] >= 0) & (at[axis] < x.shape[axis])
+            at[axis] = np.clip(at[axis], 0, x.shape[axis] - 1)
+    if "CLIP" not in str(params["mode"]) and not inside.all():
+        return None  # the labels are always inside
+    kept = [a for a in range(len(x.shape)) if a not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+
+    def move(values):
+        found = np.broadcast_to(values[tuple(at)], [*(x.shape[a] for a in whole), *batch])
+        # The axes of slices stand where offset_dims says, the batch's between them.
+        offsets = dict(zip(kept, numbers.offset_dims, strict=True))
+        sizes = [offsets[a] for a in kept if a not in whole]
+        found = np.moveaxis(found, range(len(whole)), [-len(whole) + i for i in range(len(whole))]) if whole else found
+        rank = len(batch) + len(kept)
+        slots = [d for d in range(rank) if d not in numbers.offset_dims]
+        order = slots + [offsets[a] for a in whole]
+        out = np.expand_dims(found, [len(order) + i for i in range(len(sizes))]) if sizes else found
+        return out.transpose(np.argsort([*order, *sizes]))
+
+    return x.map(move)
+
+
+def _is_whole(shape: Sequence[int], params: dict[str, Any], axis: int) -> bool:
+    """An axis of which a gather takes everything."""
+    numbers = params["dimension_numbers"]
+    indexed = (*numbers.start_index_map, *numbers.operand_batching_dims, *numbers.collapsed_slice_dims)
+    return axis not in indexed
+
+
+def _gathered_sizes(shape: Sequence[int], params: dict[str, Any]) -> list[int]:
+    return [size for a, size in enumerate(params["slice_sizes"]) if not _is_whole(shape, params, a)]
 
 
 def evaluate_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Dual]) -> list[Dual] | None:

@@ -15,7 +15,7 @@ from jaxops._fuse._graph import COPIES, Graph, Node, Value, is_of_jax
 #: The most nodes that are looked at for one match.
 _LIMIT = 300
 
-_MOVES = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "expand_dims", *COPIES})
+MOVES = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "expand_dims", *COPIES})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max"})
 
 
@@ -52,12 +52,12 @@ def untransposed(value: Value) -> Value:
 
 def stripped(value: Value, *others: str) -> Value:
     """Through casts between floats, moves, and the primitives named."""
-    while value.name in _MOVES or value.name in others or _is_cast(value.node):
+    while value.name in MOVES or value.name in others or is_cast(value.node):
         value = value.inputs[0]
     return value
 
 
-def _is_cast(node: Node) -> bool:
+def is_cast(node: Node) -> bool:
     return node.name == "convert_element_type" and node.inputs[0].is_float and Value(node, 0).is_float
 
 
@@ -71,13 +71,16 @@ def squared(value: Value) -> Value | None:
     return node.inputs[0] if node.name == "mul" and node.inputs[0] == node.inputs[1] else None
 
 
-def onward(graph: Graph, value: Value, most: int = 12) -> Iterator[Value]:
-    """The values that follow from one through its only user, the user's only user and so on."""
+def onward(graph: Graph, value: Value, most: int = 12, also: Sequence[str] = ()) -> Iterator[Value]:
+    """The values that follow from one through its only user, the user's only user and so on.
+
+    also: primitives that are followed besides those of single entries, moves and gathers.
+    """
     for _ in range(most):
         users = graph.users_of(value)
         if len(users) != 1 or users[0] is None or len(users[0].avals) != 1:
             return
-        if users[0].name not in ELEMENTWISE and users[0].name not in _MOVES:
+        if users[0].name not in (*ELEMENTWISE, *MOVES, "gather", *also):
             return
         value = Value(users[0], 0)
         yield value
@@ -118,7 +121,15 @@ class _Classes:
                     if size == out.shape[d]:  # else it is 1
                         self.join(operand, d, out, d)
             return
+        if node.name == "iota":
+            return
+        if node.name == "dot_general":
+            self._add_product(node)
+            return
         (operand, *others) = node.inputs
+        if node.name == "gather":
+            self._add_gather(node)
+            return
         if others:
             raise Refusal(f"{node.name} with a size known only when it runs")
         match node.name:
@@ -142,9 +153,38 @@ class _Classes:
             case name:
                 raise Refusal(f"{name} lies between")
 
+    def _add_product(self, node: Node) -> None:
+        (lhs, rhs), out, (contracted, batch) = node.inputs, Value(node, 0), node.params["dimension_numbers"]
+        for i, j in (*zip(*contracted, strict=True), *zip(*batch, strict=True)):
+            self.join(lhs, i, rhs, j)
+        rest = [
+            [(v, d) for d in range(len(v.shape)) if d not in (*axes, *shared)]
+            for v, axes, shared in zip((lhs, rhs), contracted, batch, strict=True)
+        ]
+        for d, (value, i) in enumerate([*((lhs, i) for i in batch[0]), *rest[0], *rest[1]]):
+            self.join(value, i, out, d)
+
+    def _add_gather(self, node: Node) -> None:
+        """Of single entries or whole axes: axes of the operand that are batch, or indexed by their position."""
+        operand, indices = node.inputs
+        out, numbers = Value(node, 0), node.params["dimension_numbers"]
+        batch = [d for d in range(len(out.shape)) if d not in numbers.offset_dims]  # where indices' axes are
+        for d, place in enumerate(batch):
+            self.join(indices, d, out, place)
+        for axis, place in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+            self.join(operand, axis, out, batch[place])
+        removed = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        kept = [a for a in range(len(operand.shape)) if a not in removed]
+        for axis, place in zip(kept, numbers.offset_dims, strict=True):
+            if operand.shape[axis] == out.shape[place]:
+                self.join(operand, axis, out, place)
+
 
 class Cone:
     """The nodes between a source and a result, and the values that they read besides.
+
+    Args:
+      whole: leaves that are taken as they are.
 
     Attributes:
       nodes: in their order, the result's last.
@@ -156,23 +196,48 @@ class Cone:
       Refusal: a node is none of those whose value and derivative are known here.
     """
 
-    def __init__(self, graph: Graph, out: Value, source: Value):
-        self.out, self.source = out, source
+    def __init__(self, graph: Graph, out: Value, source: Value, whole: Sequence[Value] = ()):
+        self.out, self.source, self.whole = out, source, whole
         self.nodes, frontier = _between(out, source)
         self.classes = _Classes()
+        self.one_hot = False
+        self._shared: set[Node] = set()  # which nothing but leaves is computed with
         for node in self.nodes:
             if node.has_effects or len(node.avals) != 1:
                 raise Refusal(f"{node.name} lies between")
             self.classes.add(node)
-        self._peeled = {value: self._peel(value) for value in frontier if value.number() is None}
+        self._peeled = {}
+        for value in frontier:
+            if value.number() is None:
+                self._peeled |= self._expanded(value) or {value: self._peel(value)}
         self.leaves = list(dict.fromkeys(self._peeled.values()))
         self.reduced = {
             self.classes.find(node.inputs[0], a) for node in self.nodes if node.name in _REDUCTIONS for a in _axes(node)
         }
         self._check_uses(graph)
 
+    def _expanded(self, value: Value) -> dict[Value, Value] | None:
+        """If the value is a one-hot array: its nodes join the cone, the labels are the leaf."""
+        if value.name != "convert_element_type" or value.inputs[0].name != "eq":
+            return None
+        compared = value.inputs[0].node
+        for labels, positions in (compared.inputs, compared.inputs[::-1]):
+            chain = [value.node, compared]
+            while positions.name in MOVES:
+                chain.append(positions.node)
+                positions = positions.inputs[0]
+            if positions.name == "iota" and positions != labels:
+                chain.append(positions.node)
+                self.one_hot = True
+                for node in reversed(chain):
+                    self.classes.add(node)
+                self.nodes = [*reversed(chain), *self.nodes]
+                self._shared |= set(chain)
+                return {labels: self._peel(labels)}
+        return None
+
     def _peel(self, value: Value) -> Value:
-        while True:
+        while value not in self.whole:
             node = value.node
             squeezes = node.name == "broadcast_in_dim" or (
                 node.name in ("reshape", "expand_dims") and math.prod(value.shape) == math.prod(node.inputs[0].shape)
@@ -184,13 +249,16 @@ class Cone:
             except Refusal:
                 return value
             value = node.inputs[0]
+        return value
 
     def _check_uses(self, graph: Graph) -> None:
         inside = set(self.nodes)
         carriers: set[Value] = {self.source}
         for node in self.nodes[:-1]:
             value = Value(node, 0)
-            if (node.name in _MOVES or _is_cast(node)) and node.inputs[0] in carriers:
+            if node in self._shared:
+                continue
+            if (node.name in MOVES or is_cast(node)) and node.inputs[0] in carriers:
                 carriers.add(value)  # nothing is computed twice if others read it
             elif any(user not in inside for user in graph.users_of(value)):
                 raise Refusal(f"the result of its {node.name} is used elsewhere too", 3)
@@ -198,11 +266,17 @@ class Cone:
     @property
     def computed(self) -> list[Node]:
         """The nodes of which nothing remains after a replacement."""
-        return self.nodes
+        return [node for node in self.nodes if node not in self._shared]
 
     def axes_of(self, value: Value) -> tuple[int, ...]:
         """The dimensions of a value that are reduced."""
         return tuple(d for d, c in enumerate(self.classes.of(value)) if c in self.reduced)
+
+    def leaf_of(self, value: Value) -> Value | None:
+        """The leaf of which an operand of a node is a copy."""
+        while value not in self._peeled and value.name in (*MOVES, "convert_element_type"):
+            value = value.inputs[0]
+        return self._peeled.get(value, value if value in self.leaves else None)
 
     def reduces_alike(self) -> bool:
         """Whether all sums and maxima are over the same dimensions of the source."""
@@ -270,7 +344,7 @@ class Cone:
         for value, leaf in self._peeled.items():
             env[value] = self._unpeeled(value, leaf, given[leaf])
         for node in self.nodes:
-            operands = [env[v] if v in env else Dual(np.float64(v.number())) for v in node.inputs]
+            operands = [env[v] if v in env else self._known(v) for v in node.inputs]
             value = Value(node, 0)
             if node.name == "custom_jvp_call":
                 program = node.params["call_jaxpr"]
@@ -283,6 +357,12 @@ class Cone:
             env[value] = found
         return env[self.out]
 
+    def _known(self, value: Value) -> Dual:
+        """A number that is known at trace time, in the value's shape."""
+        number = value.number()
+        assert number is not None
+        return Dual(np.full(self.small(value), number, np.float64 if value.is_float else np.int64))
+
     def _unpeeled(self, value: Value, leaf: Value, given: Dual) -> Dual:
         if value == leaf:
             return given
@@ -294,7 +374,19 @@ class Cone:
 
 #: The parameters of the known primitives that change what they compute.
 _TELLING = frozenset(
-    {"axes", "permutation", "broadcast_dimensions", "new_dtype", "y", "exponent", "dimension", "name", "dimensions"}
+    {
+        "axes",
+        "permutation",
+        "broadcast_dimensions",
+        "new_dtype",
+        "y",
+        "exponent",
+        "dimension",
+        "name",
+        "dimensions",
+        "dimension_numbers",
+        "mode",
+    }
 )
 
 
@@ -346,7 +438,19 @@ def random_operands(cone: Cone, seed: int, scale: float, shift: float) -> tuple[
         return Dual(rng.standard_normal(shape) * scale + shift, rng.standard_normal(shape) * scale)
 
     source = draw(cone.small(cone.source), scale, shift)
-    return source, [draw(cone.small(leaf), 1.0, 0.3) for leaf in cone.leaves]
+    columns = min((cone.source.shape[a] for a in cone.axes_of(cone.source)), default=1)
+    leaves = []
+    for leaf in cone.leaves:
+        shape, known = cone.small(leaf), leaf.node.params.get("value")
+        if leaf.is_float:
+            leaves.append(draw(shape, 1.0, 0.3))
+        elif leaf.name == "constant" and not isinstance(known, jax.core.Tracer):
+            leaves.append(Dual(np.asarray(known)[tuple(map(slice, shape))]))
+        elif leaf.dtype == np.bool_:
+            leaves.append(Dual(rng.random(shape) < 0.7))
+        else:
+            leaves.append(Dual(rng.integers(columns, size=shape)))
+    return source, leaves
 
 
 Reference = Callable[..., Dual]
@@ -357,8 +461,9 @@ def agrees(cone: Cone, reference: Reference, trials: Sequence[tuple[float, float
 
     trials: standard deviation and mean of the source's entries.
     """
-    if not all(v.is_float for v in (cone.source, *cone.leaves)):
-        raise Refusal("an operand is not of a floating dtype")
+    for value in (cone.source, *cone.leaves):
+        if not (value.is_float or value.dtype == np.bool_ or jax.numpy.issubdtype(value.dtype, np.integer)):
+            raise Refusal(f"an operand has dtype {value.dtype}")
     if sum(math.prod(cone.small(v)) for v in (cone.source, *cone.leaves)) > 2**22:
         raise Refusal("its rows are too long for the check")
     tolerance = cone.tolerance

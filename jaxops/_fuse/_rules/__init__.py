@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxops._fuse._cone import Refusal
 from jaxops._fuse._graph import Node
 from jaxops._fuse._match import Match, Search
-from jaxops._fuse._rules import _norms, _products, _softmaxes
+from jaxops._fuse._rules import _attention, _losses, _norms, _products, _softmaxes
 
 
 class Rule(NamedTuple):
@@ -21,6 +21,8 @@ class Rule(NamedTuple):
 
 
 RULES = (
+    Rule((_attention.OP,), _attention.ANCHORS, _attention.find, _attention.is_near),
+    Rule((_losses.OP,), _losses.ANCHORS, _losses.find, _losses.is_near),
     Rule(("layer_norm", "rms_norm"), _norms.ANCHORS, _norms.find, _norms.is_near),
     Rule(("softmax", "log_softmax"), _softmaxes.ANCHORS, _softmaxes.find, _softmaxes.is_near),
     Rule(("dot_general",), _products.ANCHORS, _products.find, _products.is_near),
