@@ -296,6 +296,146 @@ def log_softmax_by_hand(x):
     return shifted - jnp.log(jnp.exp(shifted).sum(-1, keepdims=True))
 
 
+# Attention: query, key and value [batch, tokens, heads, depth] where nothing else is said.
+
+HEADS = ((2, 6, 4, 8), (2, 6, 4, 8), (2, 6, 4, 8))
+ATTENTION = {"dot_product_attention": 1}
+
+
+def scores_of(q, k):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(q.shape[-1]).astype(q.dtype)
+
+
+def mixed(scores, v):
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def tril(n):
+    return jnp.tril(jnp.ones((n, n), bool))
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_full(q, k, v):
+    return mixed(scores_of(q, k), v)
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_causal(q, k, v):
+    return mixed(jnp.where(tril(6), scores_of(q, k), -1e9), v)
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_causal_by_positions(q, k, v):
+    i, j = (lax.broadcasted_iota(jnp.int32, (6, 6), d) for d in (0, 1))
+    return mixed(jnp.where(i >= j, scores_of(q, k), -jnp.inf), v)
+
+
+@spelling(*HEADS, (2, 6), **ATTENTION)
+def attention_of_padded_rows(q, k, v, lengths):
+    seen = (lengths > -0.3)[:, None, None, :]
+    return mixed(jnp.where(seen, scores_of(q, k), jnp.finfo(q.dtype).min), v)
+
+
+@spelling(*HEADS, (2, 6), **ATTENTION)
+def attention_causal_and_padded(q, k, v, lengths):
+    seen = jnp.logical_and(tril(6)[None, None], (lengths > -0.3)[:, None, None, :])
+    return mixed(jnp.where(seen, scores_of(q, k), -1e10), v)
+
+
+@spelling(*HEADS, (4, 6, 6), **ATTENTION)
+def attention_with_bias(q, k, v, bias):
+    return mixed(scores_of(q, k) + bias, v)
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_capped(q, k, v):
+    return mixed(jnp.where(tril(6), jnp.tanh(scores_of(q, k) / 5.0) * 5.0, -2.38e38), v)
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_of_jax(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@spelling((2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), **ATTENTION)
+def attention_of_groups(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+@spelling((2, 4, 6, 8), (2, 4, 5, 8), (2, 4, 5, 3), **ATTENTION)
+def attention_with_heads_first(q, k, v):
+    return jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2) * 8**-0.5, -1) @ v
+
+
+@spelling((6, 8), (5, 8), (5, 3), dot_general=2, softmax=1)
+def attention_of_one_head(q, k, v):
+    return jax.nn.softmax(q @ k.T) @ v
+
+
+@spelling((6, 4, 8), (5, 4, 8), (5, 4, 8), **ATTENTION)
+def attention_without_batch(q, k, v):
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k)), v)
+
+
+@spelling((3, 2, 6, 4, 8), (3, 2, 5, 4, 8), (3, 2, 5, 4, 8), **ATTENTION)
+def attention_mapped(q, k, v):
+    return jax.vmap(attention_full)(q, k, v)
+
+
+@spelling((6, 32), (32, 32), (32, 32), (32, 32), dot_general=3, **ATTENTION)
+def attention_of_projections(x, wq, wk, wv):
+    q, k, v = ((x @ w).reshape(1, 6, 4, 8) for w in (wq, wk, wv))
+    return attention_causal(q, k, v)
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_weights_used_elsewhere(q, k, v):
+    weights = jax.nn.softmax(scores_of(q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v) + weights.max()
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_scores_used_elsewhere(q, k, v):
+    scores = scores_of(q, k)
+    return mixed(scores, v) + scores.sum()
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_over_queries(q, k, v):
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores_of(q, k), -2), v)
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_weights_of_values_transposed(q, k, v):
+    return jnp.einsum("bhqk,bqhd->bkhd", jax.nn.softmax(scores_of(q, k)), v)
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_of_other_heads(q, k, v):
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores_of(q, k))[:, ::-1], v)
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_scores_without_gradient(q, k, v):
+    return mixed(lax.stop_gradient(scores_of(q, k)), v)
+
+
+@deception("dot_product_attention", *HEADS, (2, 6))
+def attention_dropped_weights(q, k, v, kept):
+    weights = jax.nn.softmax(scores_of(q, k)) * (kept > 0)[:, None, None, :]
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_masked_gently(q, k, v):
+    return mixed(jnp.where(tril(6), scores_of(q, k), -3.0), v)
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_scaled_after_the_bias(q, k, v):
+    return mixed((jnp.einsum("bqhd,bkhd->bhqk", q, k) + tril(6)) * 0.5, v)
+
+
 # Losses of integer labels, which the tests give the second operand's signs and sizes.
 
 LOSS = {"softmax_cross_entropy_with_integer_labels": 1}
@@ -339,11 +479,6 @@ def loss_gathered_before_the_mean(x, y):
 @spelling(ROWS, (3,), **LOSS)
 def loss_indexed_row_by_row(x, y):
     return jax.vmap(lambda x, y: -jax.nn.log_softmax(x)[labels_of(y)])(x, y)
-
-
-@spelling(ROWS, (3,), **LOSS)
-def loss_indexed_by_pairs(x, y):
-    return -jax.nn.log_softmax(x)[jnp.arange(3), labels_of(y)]
 
 
 @spelling(ROWS, (3,), **LOSS)

@@ -29,7 +29,7 @@ def fuse(
     only: str | Iterable[str] | None = None,
     report: Callable[[FuseReport], Any] | None = None,
 ) -> _Function:
-    """Returns the same function with its norms, softmaxes and products on jaxops, however they are written.
+    """Returns the same function with its norms, softmaxes, attention, losses and products on jaxops.
 
     The function is traced to a jaxpr before it is differentiated. If some equations compute the same value and
     derivative as a jaxops op, the op replaces them; everything else stays as it is. So it works for models from any
@@ -47,8 +47,8 @@ def fuse(
 
     Args:
       f: a function of arrays in any structure. Arguments that are not arrays are options and are not traced.
-      only: the op or ops to look for; by default all: "layer_norm", "rms_norm", "softmax", "log_softmax",
-        "dot_general".
+      only: the op or ops to look for; by default all: "dot_product_attention", "layer_norm", "rms_norm", "softmax",
+        "log_softmax", "softmax_cross_entropy_with_integer_labels", "dot_general".
       report: called with a :class:`jaxops.FuseReport` whenever the function is traced; `print` shows it.
 
     Returns:

@@ -208,13 +208,42 @@ class Cone:
             self.classes.add(node)
         self._peeled = {}
         for value in frontier:
-            if value.number() is None:
-                self._peeled |= self._expanded(value) or {value: self._peel(value)}
+            self._read(value)
         self.leaves = list(dict.fromkeys(self._peeled.values()))
         self.reduced = {
             self.classes.find(node.inputs[0], a) for node in self.nodes if node.name in _REDUCTIONS for a in _axes(node)
         }
         self._check_uses(graph)
+
+    def _read(self, value: Value) -> None:
+        """What a value outside of the cone is made of: a number, a leaf, a one-hot array, several masks."""
+        if value.number() is not None or value in self._peeled:
+            return
+        chain, inner = [], value
+        while inner.name in MOVES and inner.dtype == np.bool_ and len(inner.inputs) == 1:
+            chain.append(inner.node)
+            inner = inner.inputs[0]
+        if inner.name != "and" or inner.dtype != np.bool_:
+            self._peeled |= self._expanded(value) or {value: self._peel(value)}
+            return
+        for node in (inner.node, *reversed(chain)):
+            self.classes.add(node)
+        self.nodes = [inner.node, *reversed(chain), *self.nodes]
+        self._shared |= {inner.node, *chain}
+        for mask in inner.inputs:
+            self._read(mask)
+
+    def masks_of(self, value: Value) -> list[Value]:
+        """The leaves whose conjunction a mask is."""
+        if value.number() == 1:
+            return []
+        while value not in self._peeled and value.name in MOVES:
+            value = value.inputs[0]
+        if value in self._peeled:
+            return [self._peeled[value]]
+        if value.name == "and":
+            return [leaf for mask in value.inputs for leaf in self.masks_of(mask)]
+        return [value]
 
     def _expanded(self, value: Value) -> dict[Value, Value] | None:
         """If the value is a one-hot array: its nodes join the cone, the labels are the leaf."""
@@ -430,6 +459,39 @@ def _is_known_function(node: Node) -> bool:
     return node.name == "custom_jvp_call" and is_of_jax(node.params["call_jaxpr"].jaxpr)
 
 
+def known_value(value: Value, largest: int = 2**26, most: int = 40) -> np.ndarray | None:
+    """The value if it is known at trace time: made of constants and positions."""
+    if math.prod(value.shape) > largest:
+        return None
+    env: dict[Value, Dual] = {}
+
+    def compute(value: Value) -> bool:
+        if value in env:
+            return True
+        if len(env) > most:
+            return False
+        node = value.node
+        if node.name == "constant":
+            given = node.params["value"]
+            if isinstance(given, jax.core.Tracer) or not _is_numbers(given):
+                return False
+            env[value] = Dual(np.asarray(given))
+            return True
+        if node.name == "input" or node.has_effects or len(node.avals) != 1 or not all(map(compute, node.inputs)):
+            return False
+        operands = [env[v] for v in node.inputs]
+        found = evaluate(node.name, node.params, operands, value.shape)
+        if found is not None:
+            env[value] = found
+        return found is not None
+
+    return env[value].value if compute(value) else None
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic | jax.Array | bool | int | float)
+
+
 def random_operands(cone: Cone, seed: int, scale: float, shift: float) -> tuple[Dual, list[Dual]]:
     """Rows of the source, and leaves, with tangents, all different."""
     rng = np.random.default_rng(seed)
@@ -441,11 +503,11 @@ def random_operands(cone: Cone, seed: int, scale: float, shift: float) -> tuple[
     columns = min((cone.source.shape[a] for a in cone.axes_of(cone.source)), default=1)
     leaves = []
     for leaf in cone.leaves:
-        shape, known = cone.small(leaf), leaf.node.params.get("value")
+        shape = cone.small(leaf)
         if leaf.is_float:
             leaves.append(draw(shape, 1.0, 0.3))
-        elif leaf.name == "constant" and not isinstance(known, jax.core.Tracer):
-            leaves.append(Dual(np.asarray(known)[tuple(map(slice, shape))]))
+        elif (known := known_value(leaf)) is not None:
+            leaves.append(Dual(known[tuple(map(slice, shape))]))
         elif leaf.dtype == np.bool_:
             leaves.append(Dual(rng.random(shape) < 0.7))
         else:

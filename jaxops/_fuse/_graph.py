@@ -149,8 +149,8 @@ def _is_transparent(equation: JaxprEqn) -> bool:
 
 
 _FOLDED = frozenset(
-    ["add", "sub", "mul", "div", "neg", "max", "min", "gt", "ge", "lt", "le", "eq", "ne", "convert_element_type"]
-)
+    ["add", "sub", "mul", "div", "neg", "max", "min", "sqrt", "rsqrt", "square", "integer_pow", "pow"]
+).union(["gt", "ge", "lt", "le", "eq", "ne", "convert_element_type"])
 
 
 class Graph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import jaxops
 from jaxops._fuse._cone import Refusal
 from jaxops._fuse._graph import Node
 from jaxops._fuse._match import Match, Search
@@ -28,6 +29,8 @@ RULES = (
     Rule(("dot_general",), _products.ANCHORS, _products.find, _products.is_near),
 )
 
+RULES = tuple(rule for rule in RULES if all(hasattr(jaxops, op) for op in rule.ops))
+
 #: The ops that `only` may name.
 OPS = tuple(op for rule in RULES for op in rule.ops)
 
@@ -42,8 +45,9 @@ class Miss(NamedTuple):
 
 def search(within: Search, only: frozenset[str]) -> Iterator[Match | Miss]:
     """The matches of a graph, none of which share a node, and the near misses."""
-    refused: dict[Node, tuple[Rule, str]] = {}
-    for rule in RULES:
+    refused: list[tuple[Node, int, str]] = []
+    taken: dict[Node, int] = {}  # by which rule
+    for i, rule in enumerate(RULES):
         if not only & set(rule.ops):
             continue
         for node in within.graph.live:
@@ -56,11 +60,15 @@ def search(within: Search, only: frozenset[str]) -> Iterator[Match | Miss]:
                 if match is not None and not within.taken.isdisjoint(match.nodes):
                     raise Refusal("a part of it is in another match")
             except Refusal as why:
-                refused.setdefault(node, (rule, str(why)))
+                refused.append((node, i, str(why)))
                 continue
             if match is not None:
                 within.taken.update(match.nodes)
+                taken.update(dict.fromkeys(match.nodes, i))
                 yield match
-    for node, (rule, why) in refused.items():
-        if node not in within.taken and (what := rule.is_near(node)):
+    told = set()
+    for node, i, why in refused:
+        # What a lesser rule took, as the softmax of what is no attention, is a near miss still.
+        if taken.get(node, i + 1) > i and node not in told and (what := RULES[i].is_near(node)):
+            told.add(node)
             yield Miss(what, node, why)

@@ -22,7 +22,7 @@ import numpy as np
 import jaxops
 from jaxops import _arguments as arguments
 from jaxops._fuse import _arithmetic as numerics
-from jaxops._fuse._cone import MOVES, Cone, Refusal, core, is_cast, onward
+from jaxops._fuse._cone import MOVES, Cone, Refusal, core, is_cast, known_value, onward
 from jaxops._fuse._graph import Node, Value
 from jaxops._fuse._match import Match, Search
 from jaxops._fuse._rules._softmaxes import exponentials, less_maximum
@@ -59,6 +59,8 @@ def find(search: Search, node: Node) -> Match | None:
     )
     if second is None:
         raise Refusal("its weights do not go to one product alone", 1)
+    if not second.node.params["dimension_numbers"][0][0]:
+        raise Refusal("its weights are multiplied by others before the values", 1)
     weights = next(v for v in second.inputs if _depends(v, exponential))
     value = next(v for v in second.inputs if v != weights)
     refusal: Refusal | None = None
@@ -89,6 +91,15 @@ def _logits(value: Value) -> _Logits | None:
     node = value.node
     if node.name == "dot_general":
         return _Logits(node)
+    if node.name == "mul":
+        for i in (0, 1):
+            bounded = node.inputs[1 - i]
+            if (cap := node.inputs[i].number()) is not None and cap > 0 and bounded.name == "tanh":
+                found = _logits(bounded.inputs[0])
+                if found is None or found.cap is not None or found.bias is not None or found.masks:
+                    return None
+                found.cap, found.scale = cap, found.scale * cap
+                return found
     if node.name in ("mul", "div"):
         for i in (0, 1) if node.name == "mul" else (1,):
             if (factor := node.inputs[i].number()) is not None and (found := _logits(node.inputs[1 - i])):
@@ -227,8 +238,8 @@ def _match(search: Search, query: Value, key: Value, value: Value, end: Value, l
     layout, sizes = _layout(cone, query, key, value, logits)
     masks, causal = [], False
     for mask, seen, number in logits.masks:
-        for part in _parts(mask) if seen else [mask]:
-            known = _known(part)
+        for part in cone.masks_of(mask) if seen else [mask]:
+            known = known_value(part, _KNOWN)
             if known is not None and _is_causal(known if seen else ~known, cone, part, layout, sizes):
                 causal = True
             elif number == -math.inf:
@@ -287,45 +298,6 @@ class _Plan:
     causal: bool
     roles: tuple[str, ...]
     sides: tuple[tuple[str, ...], ...]
-
-
-def _parts(mask: Value) -> list[Value]:
-    """The masks of which it is the conjunction, if one of them is known at trace time."""
-    inner = mask
-    while inner.name in MOVES and inner.shape == mask.shape:
-        inner = inner.inputs[0]
-    return [mask]
-
-
-def _known(value: Value, most: int = 40) -> np.ndarray | None:
-    """The value if it is known at trace time: made of constants and positions."""
-    if math.prod(value.shape) > _KNOWN:
-        return None
-    env: dict[Value, numerics.Dual] = {}
-
-    def compute(value: Value) -> bool:
-        if value in env:
-            return True
-        if len(env) > most:
-            return False
-        node = value.node
-        if node.name == "constant":
-            given = node.params["value"]
-            if isinstance(given, jax.core.Tracer) or not isinstance(
-                given, np.ndarray | np.generic | jax.Array | bool | int | float
-            ):
-                return False
-            env[value] = numerics.Dual(np.asarray(given))
-            return True
-        if node.name == "input" or node.has_effects or len(node.avals) != 1 or not all(map(compute, node.inputs)):
-            return False
-        operands = [env[v] for v in node.inputs]
-        found = numerics.evaluate(node.name, node.params, operands, value.shape)
-        if found is not None:
-            env[value] = found
-        return found is not None
-
-    return env[value].value if compute(value) else None
 
 
 def _is_causal(known: np.ndarray, cone: Cone, mask: Value, layout: _Layout, sizes: dict[str, int]) -> bool:
