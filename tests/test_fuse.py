@@ -4,6 +4,7 @@ import functools
 import re
 
 import fuse_cases
+import fuse_mutations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -429,3 +430,9 @@ def test_bad_arguments():
         jaxops.fuse(layer, only="gelu")
     with pytest.raises(TypeError, match="report must be callable or None, got list"):
         jaxops.fuse(layer, report=[])
+
+
+@pytest.mark.parametrize("rule", ["norms", "softmaxes"])
+def test_mutations(rule):
+    """A few of the mutations that `python tests/fuse_mutations.py` makes by the thousand."""
+    assert fuse_mutations.main(["--cases", "40", "--rule", rule, "--seed", "1"]) == 0

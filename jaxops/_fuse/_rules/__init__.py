@@ -68,7 +68,9 @@ def search(within: Search, only: frozenset[str]) -> Iterator[Match | Miss]:
                 yield match
     told = set()
     for node, i, why in refused:
-        # What a lesser rule took, as the softmax of what is no attention, is a near miss still.
-        if taken.get(node, i + 1) > i and node not in told and (what := RULES[i].is_near(node)):
+        # The softmax of what is no attention is a near miss still.
+        if node in taken and (i >= taken[node] or "softmax" not in RULES[taken[node]].ops):
+            continue
+        if node not in told and (what := RULES[i].is_near(node)):
             told.add(node)
             yield Miss(what, node, why)

@@ -214,6 +214,8 @@ def _layout(cone: Cone, query: Value, key: Value, value: Value, logits: _Logits)
             raise Refusal("an axis of one of its operands is none of attention's")
         sides.append(tuple(found))
     needed = ({"query", "depth", "head"}, {"key", "depth", "head"}, {"key", "feature", "head"}, {"query", "feature"})
+    if not set().union(*needed) <= set(sizes):
+        raise Refusal("axes of its operands coincide")
     for side, wanted in zip(sides, needed, strict=True):
         if {name for name in wanted if sizes[name] != 1} - set(side):
             raise Refusal("an axis of one of its operands is none of attention's")

@@ -1,0 +1,247 @@
+"""Mutates what `fuse` matches, and compares the fused function with the original: value, vjp and jvp.
+
+    python tests/fuse_mutations.py --cases 10000 --rule norms
+
+A mutation changes one or two equations of a spelling's jaxpr: operands swapped, another operand of the same type, axes
+moved, a constant changed, another function of the same kind, a stop_gradient inserted, a second use of an inner value.
+Both sides run eagerly in NumPy's float64, in which nothing compiles: the fused one by the ops' own plain definitions.
+So the question is whether what was matched is what was written, not how the kernels round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import time
+
+import fuse_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from jaxops._fuse import _arithmetic as numerics
+from jaxops._fuse import _rules
+from jaxops._fuse._graph import Graph, Node, Value
+from jaxops._fuse._match import Search
+
+#: The spellings of each family, by how their names begin.
+RULES = {
+    "norms": ("rms_", "layer_"),
+    "softmaxes": ("softmax_", "log_softmax_"),
+    "losses": ("loss_",),
+    "attention": ("attention_",),
+}
+
+_OTHER = {
+    "add": ("sub", "max"),
+    "sub": ("add",),
+    "mul": ("div", "add"),
+    "div": ("mul", "sub"),
+    "max": ("min", "add"),
+    "exp": ("exp2", "tanh"),
+    "log": ("sqrt",),
+    "rsqrt": ("sqrt", "tanh"),
+    "sqrt": ("rsqrt",),
+    "square": ("abs", "exp"),
+    "neg": ("exp", "abs"),
+    "tanh": ("logistic",),
+    "ge": ("gt", "le"),
+    "gt": ("ge",),
+}
+
+_ELEMENTWISE = numerics.ELEMENTWISE
+
+
+def programs(rule: str) -> list[tuple[str, ClosedJaxpr]]:
+    """The spellings of a family, traced to graphs."""
+    found = []
+    for name, case in fuse_cases.SPELLINGS.items():
+        if name.startswith(RULES[rule]):
+            args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in case.shapes]
+            found.append((name, jax.make_jaxpr(case.function)(*args)))
+    return found
+
+
+def of_type(graph: Graph, like: Value, before: int) -> list[Value]:
+    """Values of a type that are computed before an equation."""
+    values = [*graph.inputs, *(Value(node, i) for node in graph.nodes[:before] for i in range(len(node.avals)))]
+    return [v for v in values if v != like and (v.shape, v.dtype) == (like.shape, like.dtype)]
+
+
+def mutate(graph: Graph, rng: np.random.Generator) -> str:
+    """Changes a graph in place; says how. Empty: it could not."""
+    node = graph.live[rng.integers(len(graph.live))]
+    kind = rng.choice(["swap", "replace", "constant", "function", "stop", "use", "axis"])
+    name = node.name
+    if kind == "swap" and len(node.inputs) == 2 and node.inputs[0].aval == node.inputs[1].aval:
+        node.inputs = node.inputs[::-1]
+    elif kind == "replace" and node.inputs:
+        i = rng.integers(len(node.inputs))
+        if not (others := of_type(graph, node.inputs[i], node.index)):
+            return ""
+        node.inputs[i] = others[rng.integers(len(others))]
+    elif kind == "constant":
+        places = [i for i, v in enumerate(node.inputs) if v.is_float and v.name == "constant" and not v.shape]
+        if not places:
+            return ""
+        i = places[rng.integers(len(places))]
+        old = np.asarray(node.inputs[i].node.params["value"])
+        new = old * rng.choice([0.5, 0.99, 1.02, 2.0, -1.0]) + rng.choice([0.0, 0.0, 1e-3, 1.0])
+        aval = node.inputs[i].aval
+        node.inputs[i] = Value(Node("constant", None, [], {"value": new.astype(old.dtype)}, [aval]), 0)
+    elif kind == "function" and name in _OTHER:
+        node.name = str(rng.choice(_OTHER[name]))
+    elif kind == "stop" and node.inputs:
+        i = rng.integers(len(node.inputs))
+        if not node.inputs[i].is_float or node.inputs[i].name == "constant":
+            return ""
+        _insert(graph, node, i, "stop_gradient")
+    elif kind == "use" and node.avals[0].shape is not None and Value(node, 0).is_float:
+        out = graph.outputs[0]
+        added = Node("sum_all_and_add", None, [out, Value(node, 0)], {}, [out.aval], len(graph.nodes))
+        added.source, added.names, added.context = node.source, node.names, node.context
+        graph.nodes.append(added)
+        graph.outputs[0] = Value(added, 0)
+    elif kind == "axis" and "axes" in node.params and len(node.inputs[0].shape) > 1:
+        operand = node.inputs[0].shape
+        choices = [a for a in range(len(operand)) if (a,) != tuple(node.params["axes"])]
+        shaped = [a for a in choices if tuple(d for i, d in enumerate(operand) if i != a) == node.avals[0].shape]
+        if not shaped:
+            return ""
+        node.params = dict(node.params) | {"axes": (int(shaped[rng.integers(len(shaped))]),)}
+    elif kind == "axis" and name == "transpose":
+        permutation = list(node.params["permutation"])
+        i, j = rng.choice(len(permutation), 2, replace=False)
+        if node.avals[0].shape[i] != node.avals[0].shape[j]:
+            return ""
+        permutation[i], permutation[j] = permutation[j], permutation[i]
+        node.params = dict(node.params) | {"permutation": tuple(permutation)}
+    else:
+        return ""
+    return f"{kind} at {name} {node.index}"
+
+
+def _insert(graph: Graph, node: Node, i: int, name: str) -> None:
+    given = node.inputs[i]
+    made = Node(name, None, [given], {}, [given.aval], node.index)
+    made.source, made.names, made.context = node.source, node.names, node.context
+    graph.nodes.insert(graph.nodes.index(node), made)
+    for index, other in enumerate(graph.nodes):
+        other.index = index
+    node.inputs[i] = Value(made, 0)
+
+
+def run(graph: Graph, given: list[numerics.Dual], replaced: dict[Value, object]) -> numerics.Dual | None:
+    """The value and the tangent of a graph's result; replaced: matches, which run by their references."""
+    env: dict[Value, numerics.Dual] = dict(zip(graph.inputs, given, strict=True))
+
+    def value_of(value: Value) -> numerics.Dual | None:
+        if value in env:
+            return env[value]
+        if value.name == "constant":
+            known = np.asarray(value.node.params["value"])
+            wide = known.astype(np.float64) if value.is_float else known
+            return numerics.Dual(wide)
+        match = replaced.get(value)
+        if match is not None:
+            operands = [value_of(v) for v in match.operands]
+            if None in operands:
+                return None
+            env[value] = by_op(match, operands)
+            return env[value]
+        node = value.node
+        operands = [value_of(v) for v in node.inputs]
+        if any(x is None for x in operands):
+            return None
+        if node.name == "sum_all_and_add":
+            found = operands[0] + numerics.Dual(
+                *(np.sum(np.sin(x)) for x in (operands[1].value,)),
+                np.sum(np.cos(operands[1].value) * operands[1].tangent),
+            )
+        else:
+            found = numerics.evaluate(node.name, node.params, operands, value.shape)
+        if found is None:
+            return None
+        env[value] = found
+        return found
+
+    return value_of(graph.outputs[0])
+
+
+def by_op(match, operands: list[numerics.Dual]) -> numerics.Dual:
+    """What a match computes, and its tangent, by jaxops' op itself in float64."""
+    arrays = [jnp.asarray(x.value) for x in operands]
+    moving = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def function(*floats):
+        given = dict(zip(moving, floats, strict=True))
+        return match.build(*(given.get(i, x) for i, x in enumerate(arrays)))
+
+    floats = tuple(arrays[i] for i in moving)
+    tangents = tuple(jnp.asarray(operands[i].tangent) for i in moving)
+    y, dy = jax.jvp(function, floats, tangents)
+    return numerics.Dual(np.asarray(y), np.asarray(dy))
+
+
+def close(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
+    return a.shape == b.shape and bool(np.abs(a - b).max(initial=0) <= tolerance * max(1, np.abs(b).max(initial=0)))
+
+
+def check(jaxpr: ClosedJaxpr, rng: np.random.Generator) -> tuple[str, str]:
+    """What became of one mutation: the outcome and, if the fused function differs, how it was made."""
+    graph = Graph(jaxpr.jaxpr, jaxpr.consts)
+    done = [mutate(graph, rng) for _ in range(rng.integers(1, 3))]
+    done = [how for how in done if how]
+    if not done:
+        return "none", ""
+    graph._find_users()
+    given = [numerics.Dual(rng.standard_normal(v.shape), rng.standard_normal(v.shape)) for v in graph.inputs]
+    with np.errstate(all="ignore"):
+        try:
+            wanted = run(graph, given, {})
+        except (ValueError, IndexError, TypeError):
+            return "none", ""
+        if wanted is None or not np.isfinite(wanted.value).all() or not np.isfinite(wanted.tangent).all():
+            return "none", ""
+        items = list(_rules.search(Search(graph, {}), frozenset(_rules.OPS) - {"dot_general"}))
+        matches = {item.out: item for item in items if not isinstance(item, _rules.Miss)}
+        if not matches:
+            return "refused", ""
+        got = run(graph, given, matches)
+    alike = close(got.value, wanted.value, 1e-4) and close(got.tangent, wanted.tangent, 1e-3)
+    return ("matched", "") if alike else ("WRONG", "; ".join(done))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the mutations; the number of wrong ones."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", type=int, default=10000, help="mutations of each family")
+    parser.add_argument("--rule", choices=RULES, action="append", help="families; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    wrong = 0
+    for rule in options.rule or RULES:
+        sources, counts, start = programs(rule), collections.Counter(), time.perf_counter()
+        rng = np.random.default_rng([options.seed, sorted(RULES).index(rule)])
+        while sum(counts.values()) < options.cases:
+            name, jaxpr = sources[rng.integers(len(sources))]
+            state = rng.bit_generator.state
+            outcome, how = check(jaxpr, rng)
+            if outcome == "none":
+                continue
+            counts[outcome] += 1
+            if outcome == "WRONG":
+                print(f"{rule}: {name}: {how} (generator {state['state']['state']})", flush=True)
+        wrong += counts["WRONG"]
+        seconds = time.perf_counter() - start
+        told = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))
+        print(
+            f"{rule}: {sum(counts.values())} mutations of {len(sources)} spellings: {told}; {seconds:.0f} s", flush=True
+        )
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main()))
