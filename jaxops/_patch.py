@@ -216,7 +216,7 @@ def _optax_patch() -> Replacement:
             return original(logits, labels, axis, where)
         listener(original.__name__)
         loss = softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(labels), axis, where)
-        return loss.astype(logits.dtype)
+        return loss.astype(jax.dtypes.canonicalize_dtype(logits.dtype))
 
     modules = ("optax", "optax.losses", "optax.losses._classification")
     return Replacement(modules, {original: patched})

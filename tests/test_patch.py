@@ -306,5 +306,7 @@ def test_optax():
         is original
         is optax.losses.softmax_cross_entropy_with_integer_labels
     )
-    assert inside.dtype == jnp.bfloat16
+    with jaxops.patch_optax():
+        of_numpy = optax.softmax_cross_entropy_with_integer_labels(np.ones((3, 4)), labels)
+    assert inside.dtype == jnp.bfloat16 and of_numpy.dtype == np.float32
     np.testing.assert_allclose(inside.astype(np.float32), original(logits.astype(np.float32), labels), rtol=1e-2)
