@@ -16,7 +16,7 @@ alignas(128) thread_local char shared[232448 + 4096];
 }
 
 thread_local uint3 threadIdx, blockIdx;
-thread_local dim3 gridDim, blockDim;
+thread_local dim3 gridDim;
 
 namespace emulator {
 namespace {
@@ -149,7 +149,6 @@ void RunBlock(const cudaLaunchConfig_t& config, unsigned index, uint32_t rank, C
   Block mine;
   blockIdx = {index, 0, 0};
   gridDim = config.gridDim;
-  blockDim = config.blockDim;
   mine.rank = rank;
   mine.cluster = cluster;
   mine.fibers = std::vector<Fiber>(threads);
@@ -300,6 +299,5 @@ cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t)
   std::memset(target, value, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t status) { return status == cudaSuccess ? "no error" : "an error"; }
 }
