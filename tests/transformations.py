@@ -107,30 +107,30 @@ def _attention(ours, query, key, value, sinks=None, bias=None):
     return y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
 
 
-def _labels(numbers):
+def _labels(x, numbers):
     """Columns of x, from an operand: it is split and mapped as x is."""
-    return jnp.floor(jnp.abs(numbers) * 7).astype(int) % SIZES["c"]
+    return jnp.broadcast_to(jnp.floor(jnp.abs(numbers) * 7).astype(int) % SIZES["c"], x.shape[:-1])
 
 
 def _loss(x, numbers):
-    return jaxops.softmax_cross_entropy_with_integer_labels(x, _labels(numbers))
+    return jaxops.softmax_cross_entropy_with_integer_labels(x, _labels(x, numbers))
 
 
 def _loss_with_options(x, numbers):
     return jaxops.softmax_cross_entropy_with_integer_labels(
-        x, _labels(numbers), where=WHERE[None, None], label_smoothing=0.1, z_loss=0.01, logits_soft_cap=4.0
+        x, _labels(x, numbers), where=WHERE[None, None], label_smoothing=0.1, z_loss=0.01, logits_soft_cap=4.0
     )
 
 
 def _plain_loss(x, numbers):
-    here = jnp.arange(SIZES["c"]) == _labels(numbers)[..., None]
+    here = jnp.arange(SIZES["c"]) == _labels(x, numbers)[..., None]
     return jax.nn.logsumexp(x, -1) - jnp.sum(jnp.where(here, x, 0), -1)
 
 
 def _plain_loss_with_options(x, numbers):
     z = 4 * jnp.tanh(x / 4)
     lse = jax.nn.logsumexp(z, -1, where=WHERE)
-    picked = jnp.sum(jnp.where(jnp.arange(SIZES["c"]) == _labels(numbers)[..., None], z, 0), -1)
+    picked = jnp.sum(jnp.where(jnp.arange(SIZES["c"]) == _labels(x, numbers)[..., None], z, 0), -1)
     return lse - 0.9 * picked - 0.1 * jnp.mean(z, -1, where=WHERE) + 0.01 * lse**2
 
 
@@ -147,8 +147,8 @@ OPS = {
         functools.partial(_masked_softmax, jax.nn.log_softmax),
         ("btc", "n", "tc"),
     ),
-    "cross_entropy": Op(_loss, _plain_loss, ("btc", "bt")),
-    "cross_entropy, all options": Op(_loss_with_options, _plain_loss_with_options, ("btc", "bt")),
+    "cross_entropy": Op(_loss, _plain_loss, ("btc", "t")),
+    "cross_entropy, all options": Op(_loss_with_options, _plain_loss_with_options, ("btc", "t")),
     "layer_norm": Op(jaxops.layer_norm, _reference_norm, ("btc", "c", "c")),
     "layer_norm, all options": Op(
         functools.partial(_add_norm, True),
