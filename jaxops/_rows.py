@@ -161,28 +161,29 @@ def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
     return max(1, full // groups if not isinstance(rows, int) else min(full // groups, rows // 8))
 
 
-#: The longest rows whose elements lie apart that are not split, by the itemsize, forward and backward (TUNING.md).
+#: Longer rows than these are split between blocks. Columns of rows across (neighbouring rows are adjacent), by
+#: itemsize, forward and backward.
 _UNSPLIT_ACROSS = {2: (16384, 4096), 4: (8192, 16384)}
-#: And of those that are taken one element at a time.
+#: Columns of rows across that are read one element at a time.
 _UNSPLIT_SINGLES = 2048
-
-#: The longest adjacent rows of one dtype that a cluster holds, in bytes, forward and backward; the columns of those of
-#: two dtypes; and of rows along several axes, which a block has alone.
+#: Bytes of rows along (their elements are adjacent) with one dtype, forward and backward: a cluster holds them.
 _UNSPLIT_BYTES = (2**20, 2**19)
+#: Columns of rows along with two dtypes.
 _UNSPLIT_MIXED = 65536
+#: Columns of rows along several axes, which only a block shares.
 _UNSPLIT_AXES = 8192
 
 
 def _parts(shape: Sequence[int], axes: Sequence[int], itemsizes: Iterable[int], backward: bool) -> int:
-    """Into how many parts the handlers split a call's rows; 0: they do not split them.
+    """The number of parts into which the handlers split a call's rows; 0: they do not split them.
 
-    On a GPU each part of a row, or of adjacent rows whose elements lie apart (64 in packs, 4 in single elements), is a
-    block's: about two waves of an H200's blocks, of which each of 132 multiprocessors holds 2, or 4, but parts of at
-    least 4096, 256 or 1024 columns, and a multiple of that (ffi/rows/split_rows.cuh). Depends on nothing but the
+    On a GPU a block computes each part of a row, or of adjacent rows across (64 in packs, 4 in single elements).
+    The parts give about two waves of blocks on an H200, whose 132 multiprocessors hold 2 or 4 blocks each. A part has
+    at least 4096, 256 or 1024 columns, and a multiple of that (ffi/rows/split_rows.cuh). The number depends only on the
     operands, so that results do not depend on the device.
 
     Args:
-      itemsizes: those of the tensors of x's shape, each once.
+      itemsizes: the distinct itemsizes of the tensors with x's shape.
     """
     if not all(isinstance(d, int) for d in shape):  # symbolic
         return 0

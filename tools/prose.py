@@ -19,7 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 #: The files that must be clean.
-ENFORCED = ("*.md", "docs/**/*.md", "tests/*.md", ".github/**/*.md")
+ENFORCED = (
+    *("*.md", "docs/**/*.md", "tests/*.md", ".github/**/*.md"),
+    *("jaxops/flax/linen/*.py", "jaxops/ops/*norm.py", "jaxops/ops/*softmax.py", "jaxops/ops/matmul.py"),
+    *("tools/*.py", "tests/support/*.py", "benchmarks/demo/*.py", "examples/*.py"),
+    *("ffi/core/*.h", "ffi/ops/*/*_cpu.*"),
+)
 #: The groups that `--counts` prints, and how many of a word they may have per 1000 words; None: not limited.
 GROUPS: dict[str, tuple[tuple[str, ...], dict[str, float] | None]] = {
     "README": (("README.md",), {"of": 25, "what": 2}),

@@ -1,4 +1,4 @@
-"""What `fuse` did: what runs on jaxops, how much of the program that is, and what only looks as if it could."""
+"""The report of `fuse`: the parts on jaxops, their share of the program, and near misses."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Replacement:
 
     Attributes:
       op: jaxops' function.
-      operands: shapes and dtypes, `bf16[8,128]`.
-      result: the same of the result.
-      note: what else is in it, such as "with scale and bias".
+      operands: the operands' shapes and dtypes, such as `bf16[8,128]`.
+      result: the result's shape and dtype.
+      note: other parts of the match, such as "with scale and bias".
       line: where the model computes it.
       scope: the `jax.named_scope` names around it.
       times: how often a call of the function runs it; None if a `while` loop decides.
-      flops: multiplications and additions of the products in it, of one run.
-      bytes: what its equations read and write if each is run alone.
+      flops: multiplications and additions of its products in one run.
+      bytes: bytes that its equations read and write if each runs alone.
     """
 
     op: str
@@ -45,7 +45,7 @@ class NearMiss:
     """A part that looks like one of jaxops' ops and stays XLA's.
 
     Attributes:
-      what: what it looks like.
+      what: the op that it resembles.
       why: why it is not replaced.
       line: where the model computes it.
       scope: the `jax.named_scope` names around it.
@@ -61,14 +61,14 @@ class NearMiss:
 
 @dataclasses.dataclass(frozen=True)
 class FuseReport:
-    """What :func:`jaxops.fuse` did with a function; printed as a table.
+    """The report of :func:`jaxops.fuse` for a function; prints as a table.
 
     Attributes:
-      replaced: what runs on jaxops, in the order in which it was found.
-      near_misses: what looks like an op of jaxops and stays XLA's, with the reason.
+      replaced: the parts that run on jaxops, in the order found.
+      near_misses: parts that resemble an op but stay with XLA, with the reason.
       left: how many operations of each kind stay XLA's, each counted where it stands, not how often it runs.
       flops: multiplications and additions of the products of matrices that run on jaxops, and of all.
-      bytes: what the replaced equations read and write if each is run alone, and what all do.
+      bytes: bytes that the replaced equations, and all equations, read and write if each runs alone.
     """
 
     replaced: tuple[Replacement, ...]

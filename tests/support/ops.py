@@ -37,7 +37,7 @@ def _logits(rng, shape, dtype):
 
 
 def parameter_dtype(dtype) -> np.dtype:
-    """That of the scale and bias that go with x: at least f32."""
+    """The dtype of the scale and bias that go with x: at least f32."""
     return np.dtype("float64") if np.dtype(dtype) == np.float64 else np.dtype("float32")
 
 
