@@ -270,11 +270,22 @@ CASES = {
             platform=(ValueError, "must be one of cpu, cuda, rocm, tpu or None, got", "gpu", 3, ("cpu",)),
         ),
     ],
+    "jaxops.fuse": [
+        *wrong(lambda f: jaxops.fuse(f), f=CALLABLE),
+        *wrong(
+            lambda report: jaxops.fuse(jaxops.softmax, report=report),
+            report=(TypeError, "must be callable or None, got", 3),
+        ),
+        *wrong(
+            lambda only: jaxops.fuse(jaxops.softmax, only=only),
+            only=(ValueError, "must name ops among .*softmax.*, got", "relu", ("softmax", 3), 3),
+        ),
+    ],
     "jaxops.patch_jax_nn": list(wrong(lambda listener: jaxops.patch_jax_nn(listener).__enter__(), listener=CALLABLE)),
     "jaxops.checkpoint_policies.save_only_these_ops": list(
         wrong(
             lambda ops: jaxops.checkpoint_policies.save_only_these_ops(ops),
-            ops=(ValueError, "must be among layer_norm, .*got", "relu", 3, ["matmul"]),
+            ops=(ValueError, "must be among .*layer_norm, .*got", "relu", 3, ["matmul"]),
         )
     ),
     "jaxops.flax.linen.dot_product_attention": [
@@ -391,7 +402,10 @@ CASES = {
 }
 
 #: What users get but do not call, and what JAX calls.
-RESULTS = {"Explanation", "FallbackWarning", "SwapReport", "dots_saveable", "dots_with_no_batch_dims_saveable"}
+RESULTS = {
+    *("Explanation", "FallbackWarning", "FuseReport", "SwapReport"),
+    *("dots_saveable", "dots_with_no_batch_dims_saveable"),
+}
 
 
 @pytest.mark.parametrize("name", CASES)

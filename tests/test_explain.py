@@ -28,7 +28,7 @@ def test_calls():
     assert product.results == ("bf16[4,6]",)
     assert product.flops == 2 * 4 * 8 * 6
     assert product.bytes == 2 * (32 + 48 + 24) + 4 * 6
-    assert product.detail == "on a GPU xla: a small or narrow product of rows that are not aligned to 16 bytes; gelu"
+    assert product.detail == "on a GPU xla: rows along m or n that are aligned to 4 bytes: XLA's own dot is ahead; gelu"
     assert product.runs_on == "XLA"
     assert softmax.detail.startswith("4 rows of 6 adjacent; axes=(1,)") and "has=('where',)" in softmax.detail
     assert softmax.bytes == 2 * 24 * 2 + 6

@@ -139,6 +139,15 @@ def test_complex_products(rng, layer, options, fallback):
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_complex_attention(rng, fallback):
+    """Left to Flax's formula, with and without a mask."""
+    q, k, v = (cases.draw(rng, (2, 4, 2, 8)) + 1j * cases.draw(rng, (2, 4, 2, 8)) for _ in range(3))
+    for mask in (None, np.tril(np.ones((4, 4), bool))):
+        got, wanted = (library.dot_product_attention(q, k, v, mask=mask) for library in (linen, nn))
+        assert got.dtype == wanted.dtype == np.complex64
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_exact", "silu"])
 def test_dense_activation(rng, activation):
     functions = {"gelu_exact": functools.partial(jax.nn.gelu, approximate=False)}

@@ -143,7 +143,7 @@ print(len(jax.devices("cpu")))
 
 
 def test_import_is_fast(tmp_path):
-    """A tenth of the time of jax's own import, of the processor, whatever else it does; twice that is tolerated."""
+    """A fifth of the processor time of jax's own import; twice that is tolerated."""
     script = """
 import time
 begin = time.process_time()
@@ -152,7 +152,7 @@ middle = time.process_time()
 import jaxops
 print((time.process_time() - middle) / (middle - begin))
 """
-    assert min(float(python(script, tmp_path)) for _ in range(4)) < 2 * 0.1
+    assert min(float(python(script, tmp_path)) for _ in range(4)) < 2 * 0.2
 
 
 def test_import_needs_no_optional_package(tmp_path):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from logits_cases import INF, NAN, OPS, assert_matches_exact, every_op, exact, run, unbroadcast, wide
 from row_cases import assert_matches, beyond_few, coarsest
 from support.ops import value_and_gradients
@@ -506,7 +506,9 @@ def test_large_logits_by_a_scale(op, split, rng):
     where[:, 0] = True
     placed = lambda x: x  # noqa: E731
     if split:
-        columns = NamedSharding(jax.make_mesh((2,), ("d",), devices=jax.devices()[:2]), PartitionSpec(None, "d"))
+        columns = NamedSharding(
+            jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2]), PartitionSpec(None, "d")
+        )
         placed = lambda x: jax.device_put(x, columns) if np.ndim(x) == 2 else jnp.asarray(x)  # noqa: E731
     variants = [(("scale",), {}), (("scale",), {"where": where}), (("scale", "bias"), {})]
     variants += [(("scale", "bias"), {"where": where}), ((), {"scale": np.float32(1 / 7)})]

@@ -74,7 +74,9 @@ def fuse(
         raise TypeError(f"fuse: f must be callable, got {type(f).__name__}")
     if report is not None and not callable(report):
         raise TypeError(f"fuse: report must be callable or None, got {type(report).__name__}")
-    wanted = OPS if only is None else (only,) if isinstance(only, str) else tuple(only)
+    wanted = (
+        OPS if only is None else tuple(only) if isinstance(only, Iterable) and not isinstance(only, str) else (only,)
+    )
     if unknown := [name for name in wanted if name not in OPS]:
         raise ValueError(f"fuse: only must name ops among {', '.join(OPS)}, got {unknown[0]!r}")
     rewriter = Rewriter(frozenset(wanted))

@@ -255,6 +255,18 @@ def early_scale(depth: int, *, users: bool = False, widened: bool = False) -> fl
     return 1.0 if widened else 2.0 ** (math.frexp(scale)[1] - 1)
 
 
+def _complex_weights(logits: jax.Array, bias: jax.Array | None, mask: jax.Array | None, causal: bool) -> jax.Array:
+    """The weights as Flax computes them, for which there is no kernel."""
+    if bias is not None:
+        logits = logits + bias
+    if causal:
+        triangle = _triangle(logits.shape[-2:])
+        mask = triangle if mask is None else mask & triangle
+    if mask is not None:
+        logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
+    return softmax(logits)
+
+
 def attention_weights(
     query: jax.Array,
     key: jax.Array,
@@ -280,6 +292,8 @@ def attention_weights(
     """
     rest = query.shape[-1] ** -0.5 / early
     logits = score(query if early == 1 else query * early, key)
+    if jnp.issubdtype(logits.dtype, jnp.complexfloating):
+        return _complex_weights(logits * rest, bias, mask, causal)
     if mask is not None:
         arguments.joint_shape("attention", logits=logits.shape, mask=jnp.shape(mask))
         mask = _boolean_mask(mask, logits.ndim)
