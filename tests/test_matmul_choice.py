@@ -332,8 +332,9 @@ def test_causal_attention_multiplies_triangles(where):
     tokens = 256 if where == "short" else 1024
     mask = jnp.ones((1, 1, tokens, tokens), bool) if where == "with a mask" else None
 
-    def attend(q, k, v):
-        return linen.dot_product_attention(q, k, v, mask=mask, causal=True)
+    def attend(q, k, v):  # drops weights: without that they would never be an array
+        drop = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.5}
+        return linen.dot_product_attention(q, k, v, mask=mask, causal=True, **drop)
 
     def loss(*qkv):
         return jnp.sum((jax.vmap(attend) if where == "in vmap" else attend)(*qkv) ** 2)
