@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 
+from jaxops import _warnings
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 #: The languages, the title (the name of the file that the block is, or is part of), the text.
@@ -23,8 +25,9 @@ def blocks(page, language):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: str(p.relative_to(ROOT)))
-def test_python_blocks(page, capsys):
-    """In order, in one namespace a page, as a reader types them."""
+def test_python_blocks(page, capsys, monkeypatch):
+    """In order, in one namespace a page, as a reader types them, to whom nothing was said before."""
+    monkeypatch.setattr(_warnings, "_said", set())
     namespace = {"__name__": "__main__"}
     for line, block in blocks(page, "python"):
         tree = ast.increment_lineno(ast.parse(block), line)
