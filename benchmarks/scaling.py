@@ -151,7 +151,7 @@ def measure(size: models.LlamaSize, steps: int, turns: int) -> Iterator[Measurem
 
 
 def main() -> int:
-    """Runs the benchmark and records what it measures."""
+    """Runs the benchmark and records its measurements."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a small model and few steps: does it run?")
     parser.add_argument(
