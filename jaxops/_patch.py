@@ -20,6 +20,7 @@ from jaxops.ops.attention import dot_product_attention
 from jaxops.ops.cross_entropy import softmax_cross_entropy_with_integer_labels
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.log_softmax import log_softmax
+from jaxops.ops.logsumexp import logsumexp
 from jaxops.ops.softmax import softmax
 
 
@@ -61,10 +62,18 @@ class Replacement:
 
 
 #: In these modules, functions that are jax.nn's are replaced.
-_MODULES = ("jax.nn", "flax.linen", "flax.linen.activation", "flax.nnx", "flax.nnx.nn.activations")
+_MODULES = (
+    "jax.nn",
+    "jax.scipy.special",  # whose logsumexp is jax.nn's
+    "flax.linen",
+    "flax.linen.activation",
+    "flax.nnx",
+    "flax.nnx.nn.activations",
+)
 
 _ORIGINALS = {
-    name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "standardize", "dot_product_attention")
+    name: getattr(jax.nn, name)
+    for name in ("softmax", "log_softmax", "logsumexp", "standardize", "dot_product_attention")
 }
 
 #: The current scope's listener in this thread (or task), called with the function's name; None outside scopes.
@@ -79,6 +88,7 @@ def _standardize(x, axis=-1, epsilon=1e-5, where=None, algorithm="stable"):
 _REPLACEMENTS = {
     "softmax": softmax,
     "log_softmax": log_softmax,
+    "logsumexp": logsumexp,
     "standardize": _standardize,
     "dot_product_attention": dot_product_attention,
 }
@@ -111,6 +121,11 @@ def _in_pallas_kernel(x: Any) -> bool:
     return False
 
 
+def _takes_logsumexp(a: Any, axis: Any = None, b: Any = None, **_) -> bool:
+    """Whether there is a kernel: none has factors."""
+    return b is None and _takes(a, axis)
+
+
 def _takes_attention(**given: Any) -> bool:
     """Whether jaxops computes such a call, with the same results; which implementation computes it must not be said."""
     if given.get("implementation") is not None or given.get("return_residual", False):
@@ -125,7 +140,7 @@ def _takes_attention(**given: Any) -> bool:
 def _dispatch(name: str) -> Callable[..., jax.Array]:
     original, replacement = _ORIGINALS[name], _REPLACEMENTS[name]
     signature = inspect.signature(original)
-    takes = _takes_attention if name == "dot_product_attention" else _takes
+    takes = {"dot_product_attention": _takes_attention, "logsumexp": _takes_logsumexp}.get(name, _takes)
 
     @functools.wraps(original)
     def patched(*args, **kwargs):
@@ -154,17 +169,18 @@ _PATCH = Replacement(_MODULES, {original: _dispatch(name) for name, original in 
 
 @contextlib.contextmanager
 def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-    """A scope in which jax.nn's softmax, log_softmax, standardize and dot_product_attention run on jaxops.
+    """A scope in which jax.nn's softmax, log_softmax, logsumexp, standardize and dot_product_attention run on jaxops.
 
-    The scope replaces them in `jax.nn` and, if imported, in `flax.linen` and `flax.nnx`, and restores them at its end,
-    also after an error. Scopes nest. Other threads, and Pallas kernels, keep jax.nn's functions.
+    The scope replaces them in `jax.nn`, `jax.scipy.special` and, if imported, in `flax.linen` and `flax.nnx`, and
+    restores them at its end, also after an error. Scopes nest. Other threads, and Pallas kernels, keep jax.nn's
+    functions.
 
     The scope must include tracing: functions that :func:`jax.jit` traced earlier do not change. Neither do names that
     code imported earlier (`from jax.nn import softmax`).
 
-    Calls that jaxops does not support go to jax.nn: complex numbers, 8-bit floats, names of mapped axes, attention with
-    an `implementation` or a residual, and `standardize` with a given mean or variance, or with an epsilon that is an
-    array, a NumPy scalar, or negative.
+    Calls that jaxops does not support go to jax.nn: complex numbers, 8-bit floats, names of mapped axes, logsumexp with
+    factors `b`, attention with an `implementation` or a residual, and `standardize` with a given mean or variance, or
+    with an epsilon that is an array, a NumPy scalar, or negative.
     `standardize` always computes the variance stably, whatever `algorithm` says.
 
     Args:

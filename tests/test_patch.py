@@ -19,7 +19,7 @@ from jaxops.flax import linen
 from jaxops.flax import nnx as fast
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 8)), jnp.float32)
-ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "standardize")}
+ORIGINALS = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "logsumexp", "standardize")}
 ORIGINAL_DOT = jax.lax.dot_general
 MASK = jnp.asarray(np.random.default_rng(1).random((3, 8)) < 0.7).at[:, 0].set(True)
 
@@ -47,6 +47,21 @@ def test_flax_functions_too():
             assert launches(lambda x, library=library: library.softmax(x) + library.log_softmax(x), X) == 2
     assert calls == ["softmax", "log_softmax"] * 2
     assert nn.softmax is nnx.softmax is ORIGINALS["softmax"]
+
+
+def test_logsumexp_by_its_other_name():
+    """jax.scipy.special's is the same function; results and gradients are jax's where all or one are infinite too."""
+    x = jnp.array([[1.0, 2.0, -jnp.inf], [-jnp.inf] * 3, [0.0, jnp.inf, 1.0], [3.0, 3.0, 3.0]])
+    options = ({}, {"axis": 1}, {"axis": 0, "keepdims": True}, {"axis": 1, "return_sign": True})
+    wanted = [jax.scipy.special.logsumexp(x, **o) for o in options]
+    slopes = jax.grad(lambda x: jax.nn.logsumexp(x[::3], axis=1).sum())(x)
+    with jaxops.patch_jax_nn():
+        assert launches(lambda x: jax.scipy.special.logsumexp(x, axis=-1), X) == 1
+        got = [jax.scipy.special.logsumexp(x, **o) for o in options]
+        np.testing.assert_allclose(jax.grad(lambda x: jax.nn.logsumexp(x[::3], axis=1).sum())(x), slopes, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert a.dtype == b.dtype
 
 
 def test_scopes_nest_and_end_after_errors():
@@ -98,12 +113,13 @@ def test_other_threads_keep_jax_nn():
     ("name", "arguments"),
     [
         ("softmax", (X + 1j,)),
+        ("logsumexp", (X, -1, jnp.abs(X))),
         ("standardize", (X, -1, X.mean(-1, keepdims=True))),
         ("standardize", (X, -1, None, X.var(-1, keepdims=True))),
         ("standardize", (X, -1, None, None, np.full((3, 1), 0.5))),
         ("standardize", (X, -1, None, None, -1e-3)),
     ],
-    ids=["complex", "given mean", "given variance", "epsilons", "negative epsilon"],
+    ids=["complex", "factors", "given mean", "given variance", "epsilons", "negative epsilon"],
 )
 def test_what_stays_with_jax_nn(name, arguments):
     wanted = ORIGINALS[name](*arguments)
@@ -174,7 +190,7 @@ def in_kernel(function):
     """function, computed by a Pallas kernel; a new kernel, which no cache has."""
 
     def kernel(x, out):
-        out[...] = function(x[...])
+        out[...] = jnp.broadcast_to(function(x[...]), out.shape)
 
     def call(x, **options):
         return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), **options)(x)
@@ -189,14 +205,14 @@ def test_pallas_kernels_keep_the_originals(name, how):
     wrap = {
         "alone": lambda f: f,
         "in jit": lambda f: jax.jit(lambda x: f(x)),
-        "in a loop": lambda f: lambda x: jax.lax.fori_loop(0, 1, lambda i, y: f(y), x),
+        "in a loop": lambda f: lambda x: jax.lax.fori_loop(0, 1, lambda i, y: jnp.broadcast_to(f(y), y.shape), x),
         "in jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[0],
     }[how]
     run = in_kernel(wrap(lambda x: getattr(jax.nn, name)(x)))
     wanted, calls = ORIGINALS[name](X), []
     with jaxops.patch_jax_nn(calls.append):
         inside = str(jax.make_jaxpr(run)(X))
-        np.testing.assert_allclose(run(X, interpret=True), wanted, rtol=1e-6)
+        np.testing.assert_allclose(run(X, interpret=True), jnp.broadcast_to(wanted, X.shape), rtol=1e-6)
     assert "jaxops" not in inside and "jaxops" not in str(jax.make_jaxpr(run)(X)) and not calls
 
 
