@@ -565,6 +565,358 @@ def product_of_a_vector(x, w):
     return x @ w
 
 
+# Products with a bias and an activation.
+
+LAYER = (ROWS, (8, 4), (4,))
+
+
+@spelling(*LAYER, matmul=1)
+def epilogue_bias(x, w, b):
+    return x @ w + b
+
+
+@spelling(*LAYER, matmul=1)
+def epilogue_bias_and_gelu(x, w, b):
+    return jax.nn.gelu(x @ w + b)
+
+
+@spelling(*LAYER, matmul=1)
+def epilogue_exact_gelu(x, w, b):
+    return jax.nn.gelu(b + x @ w, approximate=False)
+
+
+@spelling(*LAYER, matmul=1)
+def epilogue_gelu_by_hand(x, w, b):
+    """As GPT-2's."""
+    y = x @ w + b
+    return 0.5 * y * (1.0 + jnp.tanh(jnp.sqrt(2.0 / jnp.pi).astype(y.dtype) * (y + 0.044715 * jnp.power(y, 3))))
+
+
+@spelling(*LAYER, matmul=1)
+def epilogue_erf_by_hand(x, w, b):
+    y = x @ w + b
+    return y * 0.5 * (1.0 + lax.erf(y / jnp.sqrt(2.0).astype(y.dtype)))
+
+
+@spelling(ROWS, (8, 4), matmul=1)
+def epilogue_silu(x, w):
+    return jax.nn.silu(x @ w)
+
+
+@spelling(*LAYER, matmul=1)
+def epilogue_relu(x, w, b):
+    return jax.nn.relu(x @ w + b)
+
+
+@spelling(*LAYER, matmul=1)
+def epilogue_wide_inside(x, w, b):
+    y = (x @ w).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jax.nn.silu(y + b).astype(x.dtype)
+
+
+@spelling(ROWS, (4, 8), (4,), matmul=1)
+def epilogue_mapped(x, w, b):
+    """As equinox's."""
+    return jax.vmap(lambda row: jax.nn.gelu(w @ row + b))(x)
+
+
+@spelling((2, 3, 8), (2, 8, 4), (2, 4), matmul=1)
+def epilogue_of_experts(x, w, b):
+    return jax.nn.relu(jnp.einsum("eth,ehf->etf", x, w) + b[:, None])
+
+
+@spelling((2, 3, 8), (8, 2, 4), (2, 4), matmul=1)
+def epilogue_of_heads(x, w, b):
+    return jnp.einsum("btd,dhf->bthf", x, w) + b
+
+
+@spelling((4, 8), (8, 4), (4,), matmul=1)
+def epilogue_of_the_transposed(x, w, b):
+    return (x @ w).T + b
+
+
+@deception("matmul", *LAYER)
+def epilogue_product_used_elsewhere(x, w, b):
+    y = x @ w
+    return jax.nn.gelu(y + b) + jnp.sum(y)
+
+
+@deception("matmul", ROWS, (8, 4))
+def epilogue_quick_gelu(x, w):
+    y = x @ w
+    return y * jax.nn.sigmoid(1.702 * y)
+
+
+@deception("matmul", ROWS, (8, 4))
+def epilogue_relu_as_a_maximum(x, w):
+    """Whose derivative at 0 is a half."""
+    return jnp.maximum(x @ w, 0)
+
+
+@deception("matmul", ROWS, (8, 4))
+def epilogue_silu_without_gradient(x, w):
+    y = x @ w
+    return y * lax.stop_gradient(jax.nn.sigmoid(y))
+
+
+@deception("matmul", ROWS, (8, 4), (3, 1))
+def epilogue_number_for_each_row(x, w, b):
+    return x @ w + b
+
+
+@deception("matmul", ROWS, (8, 4), (3, 4))
+def epilogue_residual(x, w, residual):
+    return x @ w + residual
+
+
+@deception("matmul", *LAYER)
+def epilogue_bias_subtracted(x, w, b):
+    return x @ w - b
+
+
+@deception("matmul", *LAYER)
+def epilogue_bias_after_the_scale(x, w, b):
+    return 0.5 * (x @ w) + b
+
+
+@deception("matmul", (4, 8), (8, 4), (4,))
+def epilogue_bias_of_the_transposed(x, w, b):
+    return (x @ w).T + b[:, None]
+
+
+@deception("matmul", ROWS, (8, 4))
+def epilogue_gelu_with_another_cube(x, w):
+    y = x @ w
+    return 0.5 * y * (1.0 + jnp.tanh(0.7978845608 * (y + 0.0447 * y**3)))
+
+
+@deception("matmul", ROWS, (8, 4))
+def epilogue_leaky(x, w):
+    return jax.nn.leaky_relu(x @ w)
+
+
+@deception("matmul", ROWS, (8, 4), (8, 4))
+def epilogue_silu_of_another(x, w, v):
+    return (x @ w) * jax.nn.sigmoid(x @ v)
+
+
+# Gated MLPs.
+
+GATED = (ROWS, (8, 4), (8, 4))
+
+
+@spelling(*GATED, gated_matmul=1)
+def gated_silu(x, w, v):
+    return jax.nn.silu(x @ w) * (x @ v)
+
+
+@spelling(*GATED, gated_matmul=1)
+def gated_gelu_second(x, w, v):
+    return (x @ v) * jax.nn.gelu(x @ w)
+
+
+@spelling((2, 3, 8), (8, 4), (8, 4), (4, 8), gated_matmul=1, dot_general=1)
+def gated_whole(x, w, v, down):
+    return jnp.einsum("btf,fd->btd", jax.nn.silu(jnp.einsum("btd,df->btf", x, w)) * (x @ v), down)
+
+
+@spelling(*GATED, gated_matmul=1)
+def gated_relu(x, w, v):
+    return jax.nn.relu(x @ w) * (x @ v)
+
+
+@deception("gated_matmul", ROWS, *GATED)
+def gated_of_another_input(y, x, w, v):
+    return jax.nn.silu(x @ w) * (y @ v)
+
+
+@deception("gated_matmul", *GATED)
+def gated_product_used_elsewhere(x, w, v):
+    up = x @ v
+    return jax.nn.silu(x @ w) * up + jnp.max(up)
+
+
+@deception("gated_matmul", *GATED)
+def gated_gate_used_elsewhere(x, w, v):
+    gate = x @ w
+    return jax.nn.silu(gate) * (x @ v) + gate
+
+
+@deception("gated_matmul", *GATED)
+def gated_by_a_sigmoid(x, w, v):
+    return jax.nn.sigmoid(x @ w) * (x @ v)
+
+
+@deception("gated_matmul", *GATED)
+def gated_and_scaled(x, w, v):
+    return jax.nn.silu(x @ w) * (2.0 * (x @ v))
+
+
+@deception("gated_matmul", (8, 8), (8, 8), (8, 8))
+def gated_transposed(x, w, v):
+    return jax.nn.silu(x @ w) * (x @ v).T
+
+
+@deception("gated_matmul", *GATED)
+def gated_without_gradient(x, w, v):
+    return jax.nn.silu(x @ w) * lax.stop_gradient(x @ v)
+
+
+@deception("gated_matmul", ROWS, (8, 4), (8, 1))
+def gated_by_one_number_for_each_row(x, w, v):
+    return jax.nn.silu(x @ w) * (x @ v)
+
+
+# Norms of a sum, which is used elsewhere too.
+
+
+def plain_rms(x):
+    return x * lax.rsqrt(mean_square(x) + 1e-6)
+
+
+@spelling(ROWS, ROWS, PARAMETERS, rms_norm=1)
+def residual_rms(x, y, scale):
+    total = x + y
+    return total + jnp.sin(plain_rms(total) * scale)
+
+
+@spelling(ROWS, ROWS, PARAMETERS, PARAMETERS, layer_norm=1)
+def residual_layer(x, y, scale, bias):
+    total = x + y
+    return jnp.sin(layer_slow(total, scale, bias)) * total
+
+
+@spelling(ROWS, SQUARE, rms_norm=1, dot_general=1)
+def residual_of_a_product(x, w):
+    return plain_rms(x + x @ w)
+
+
+@spelling(ROWS, SQUARE, rms_norm=3, dot_general=2)
+def residual_of_two_blocks(x, w):
+    total = x + plain_rms(x) @ w
+    total = total + plain_rms(total) @ w
+    return plain_rms(total)
+
+
+@spelling(ROWS, ROWS, (8,), rms_norm=1)
+def residual_scale_after_the_sum(x, y, scale):
+    total = x + y
+    factor = jnp.sin(scale)
+    return jnp.cos(total) + plain_rms(total) * (1 + factor)
+
+
+# A loss behind a product, summed over all tokens.
+
+LINEAR_LOSS = {"linear_cross_entropy": 1}
+HIDDEN = ((3, 8), (8, 5), (3,))
+
+
+def optax_loss(logits, y):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels_of(y, logits.shape[-1]))
+
+
+@spelling(*HIDDEN, **LINEAR_LOSS)
+def linear_loss_mean(x, w, y):
+    return optax_loss(x @ w, y).mean()
+
+
+@spelling((3, 8), (5, 8), (3,), **LINEAR_LOSS)
+def linear_loss_tied(x, w, y):
+    log_p = jax.nn.log_softmax(jnp.einsum("td,vd->tv", x, w))
+    return -jnp.mean(jnp.take_along_axis(log_p, labels_of(y, 5)[:, None], 1))
+
+
+@spelling((3, 8), (5, 8), (3,), **LINEAR_LOSS)
+def linear_loss_tied_transposed(x, w, y):
+    return optax_loss(x @ w.T, y).sum()
+
+
+@spelling(*HIDDEN, (5,), **LINEAR_LOSS)
+def linear_loss_with_bias(x, w, y, b):
+    return optax_loss(x @ w + b, y).mean()
+
+
+@spelling(*HIDDEN, **LINEAR_LOSS)
+def linear_loss_capped(x, w, y):
+    """As gemma's."""
+    return optax_loss(jnp.tanh(x @ w / 3.0) * 3.0, y).mean()
+
+
+@spelling(*HIDDEN, (3,), **LINEAR_LOSS)
+def linear_loss_weighted(x, w, y, weights):
+    return jnp.sum(optax_loss(x @ w, y) * weights) / 7.0
+
+
+@spelling(*HIDDEN, (3,), **LINEAR_LOSS)
+def linear_loss_masked(x, w, y, mask):
+    return jnp.where(mask > 0, optax_loss(x @ w, y), 0).sum()
+
+
+@spelling((2, 4, 8), (8, 5), (2, 3), **LINEAR_LOSS)
+def linear_loss_of_the_next_token(x, w, y):
+    return optax_loss((x @ w)[:, :-1], y).mean()
+
+
+LOSS_ONLY = "linear_cross_entropy"
+
+
+@deception(LOSS_ONLY, *HIDDEN)
+def linear_loss_of_each_token(x, w, y):
+    return optax_loss(x @ w, y)
+
+
+@deception(LOSS_ONLY, *HIDDEN)
+def linear_loss_logits_used_elsewhere(x, w, y):
+    logits = x @ w
+    return optax_loss(logits, y).mean() + 1e-3 * jnp.square(logits).mean()
+
+
+@deception(LOSS_ONLY, *HIDDEN)
+def linear_loss_used_elsewhere(x, w, y):
+    loss = optax_loss(x @ w, y)
+    return loss.mean() + loss.max()
+
+
+@deception(LOSS_ONLY, *HIDDEN)
+def linear_loss_squared(x, w, y):
+    return jnp.square(optax_loss(x @ w, y)).sum()
+
+
+@deception(LOSS_ONLY, *HIDDEN)
+def linear_loss_of_scaled_logits(x, w, y):
+    return optax_loss(x @ w * 2.0, y).mean()
+
+
+@deception(LOSS_ONLY, (3, 8), (8, 6), (3,))
+def linear_loss_over_a_part_of_the_vocabulary(x, w, y):
+    return optax_loss((x @ w)[:, :5], y).mean()
+
+
+@deception(LOSS_ONLY, (2, 3, 8), (8, 5), (2, 3))
+def linear_loss_of_each_sequence(x, w, y):
+    return optax_loss(x @ w, y).sum(-1)
+
+
+@deception(LOSS_ONLY, *HIDDEN, (3, 5))
+def linear_loss_with_a_bias_for_each_token(x, w, y, b):
+    return optax_loss(x @ w + b, y).mean()
+
+
+@deception(LOSS_ONLY, (5, 8), (8, 5), (5,))
+def linear_loss_of_transposed_logits(x, w, y):
+    return optax_loss((x @ w).T, y).mean()
+
+
+@deception(LOSS_ONLY, *HIDDEN)
+def linear_loss_capped_twice(x, w, y):
+    return optax_loss(jnp.tanh(x @ w / 3.0) * 2.0, y).mean()
+
+
+@deception(LOSS_ONLY, *HIDDEN)
+def linear_loss_masked_by_another_number(x, w, y):
+    return jnp.where(y > 0, optax_loss(x @ w, y), 1.0).sum()
+
+
 # What looks like a norm.
 
 

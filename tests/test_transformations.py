@@ -303,7 +303,7 @@ def test_checkify_has_no_undefined_elements():
     """A product of which only a triangle is wanted is whole under checkify."""
     x = jnp.ones((4, 4))
     numbers = (((1,), (1,)), ((), ()))
-    product = lambda x: matmul.triangular_dot_general(x, x, numbers, triangle="result")  # noqa: E731
+    product = lambda x: matmul.general_product(x, x, numbers, triangle="result")  # noqa: E731
     checked = checkify.checkify(product, errors=checkify.float_checks)
     assert "triangle='result'" in str(jax.make_jaxpr(product)(x))
     assert "triangle='result'" not in str(jax.make_jaxpr(checked)(x))

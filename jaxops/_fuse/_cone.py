@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -84,6 +85,36 @@ def onward(graph: Graph, value: Value, most: int = 12, also: Sequence[str] = ())
             return
         value = Value(users[0], 0)
         yield value
+
+
+def ends(graph: Graph, value: Value, most: int = 24) -> Iterator[Value]:
+    """The values that all that is computed from one goes through, in order: single entries, copies and moves."""
+    reached, through = {value}, {value}
+    pending = [(user.index, user) for user in graph.users_of(value) if user is not None]
+    if None in graph.users_of(value):
+        return
+    heapq.heapify(pending)
+    for _ in range(most):
+        if not pending:
+            return
+        node = heapq.heappop(pending)[1]
+        if len(node.avals) != 1 or node.name not in (*ELEMENTWISE, *MOVES, "custom_jvp_call"):
+            return
+        through -= {v for v in node.inputs if all(u is not None and u.index <= node.index for u in graph.users_of(v))}
+        out = Value(node, 0)
+        reached.add(out)
+        through.add(out)
+        if through == {out}:
+            yield out
+        for user in graph.users_of(out):
+            if user is None:
+                if through != {out}:
+                    return
+                continue
+            if all(other is not user for _, other in pending):
+                heapq.heappush(pending, (user.index, user))
+        if None in graph.users_of(out):
+            return
 
 
 class _Classes:
@@ -185,6 +216,7 @@ class Cone:
 
     Args:
       whole: leaves that are taken as they are.
+      exact: numbers that stand, rounded to a dtype, in what is computed; the check takes them unrounded.
 
     Attributes:
       nodes: in their order, the result's last.
@@ -196,8 +228,10 @@ class Cone:
       Refusal: a node is none of those whose value and derivative are known here.
     """
 
-    def __init__(self, graph: Graph, out: Value, source: Value, whole: Sequence[Value] = ()):
-        self.out, self.source, self.whole = out, source, whole
+    def __init__(
+        self, graph: Graph, out: Value, source: Value, whole: Sequence[Value] = (), exact: Sequence[float] = ()
+    ):
+        self.out, self.source, self.whole, self.exact = out, source, whole, exact
         self.nodes, frontier = _between(out, source)
         self.classes = _Classes()
         self.one_hot = False
@@ -332,6 +366,8 @@ class Cone:
         )
         if -1 in found:
             raise Refusal("an operand has an axis that the input has not")
+        if len(kept := [p for p in found if p is not None]) != len(set(kept)):
+            raise Refusal("an operand has an axis of the input twice")
         return found
 
     def key(self) -> tuple[Any, ...]:
@@ -350,6 +386,8 @@ class Cone:
     def tolerance(self) -> float:
         """By how much the constants are rounded."""
         widest = 2e-6
+        if self.exact:
+            return widest
         for node in self.nodes:
             for value in node.inputs:
                 number = value.number()
@@ -390,6 +428,9 @@ class Cone:
         """A number that is known at trace time, in the value's shape."""
         number = value.number()
         assert number is not None
+        if value.is_float:
+            of_dtype = np.dtype(value.dtype).type
+            number = next((x for x in self.exact if float(of_dtype(x)) == number), number)
         return Dual(np.full(self.small(value), number, np.float64 if value.is_float else np.int64))
 
     def _unpeeled(self, value: Value, leaf: Value, given: Dual) -> Dual:

@@ -13,15 +13,16 @@ from jaxops._fuse._graph import Graph, Node, Value
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Match:
-    """A value that one of jaxops' ops computes.
+    """A value, or several, that one of jaxops' ops computes.
 
     Attributes:
       op: the name of jaxops' function.
       out: the value.
       operands: what `build` takes.
-      build: gives the value, of the same shape and dtype, from arrays.
+      build: gives the value, of the same shape and dtype, from arrays; with `others` a tuple, the value first.
       nodes: what is not computed any more.
-      note: what of the model is in it besides the op's own name says, such as "with bias and gelu".
+      note: other parts of the match, such as "with bias and gelu".
+      others: values that the op computes besides.
     """
 
     op: str
@@ -30,6 +31,11 @@ class Match:
     build: Callable[..., jax.Array]
     nodes: Sequence[Node]
     note: str = ""
+    others: tuple[Value, ...] = ()
+
+    @property
+    def results(self) -> tuple[Value, ...]:
+        return (self.out, *self.others)
 
 
 class Search:

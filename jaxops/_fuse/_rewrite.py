@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,11 +43,12 @@ class Rewriter:
         graph = Graph(jaxpr, consts)
         found = _report.Found()
         replaced: dict[Value, Match] = {}
-        for item in _rules.search(Search(graph, self._checked), self.only):
+        for item in self.search(graph):
             found.add(item)
             if isinstance(item, Match):
-                replaced[item.out] = item
+                replaced |= dict.fromkeys(item.results, item)
         steps = _ordered(graph, replaced)
+        assert steps is not None
         prepared = {}
         for step in steps:
             if isinstance(step, Node):
@@ -53,6 +56,17 @@ class Rewriter:
                 prepared[step] = self._prepared(step, inner)
                 found.add_node(step, inner)
         return functools.partial(_run, graph, steps, prepared), found
+
+    def search(self, graph: Graph) -> list[Match | _rules.Miss]:
+        """What is found; ops with several results alone if all can still be computed in some order."""
+        joins = True
+        while True:
+            items = list(_rules.search(Search(graph, self._checked), self.only, joins))
+            matches = [item for item in items if isinstance(item, Match)]
+            several = any(match.others for match in matches)
+            if not several or _ordered(graph, {v: m for m in matches for v in m.results}) is not None:
+                return items
+            joins = False
 
     def _prepared(self, node: Node, found: _report.Found) -> Callable[..., Any]:
         """What computes a node: its primitive, with its inner programs rewritten."""
@@ -123,18 +137,47 @@ def _assert_same_types(before: Jaxpr, after: Jaxpr) -> None:
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type), (a, b)
 
 
-def _ordered(graph: Graph, replaced: dict[Value, Match]) -> list[Node | Match]:
-    """What must run, in the order of the program; what only replaced parts needed is left out."""
-    needed = {replaced.get(value, value.node) for value in graph.outputs}
-    steps: list[Node | Match] = []
-    at = {match.out.node: match for match in replaced.values()}
-    for node in reversed(graph.live):
-        for step in filter(None, (at.get(node), node)):
-            if step in needed or (step is node and node.has_effects):
-                steps.append(step)
-                read = step.operands if isinstance(step, Match) else step.inputs
-                needed |= {replaced.get(value, value.node) for value in read}
-    return steps[::-1]
+def _ordered(graph: Graph, replaced: dict[Value, Match]) -> list[Node | Match] | None:
+    """What must run, as near to the program's order as can be; what only replaced parts needed is left out.
+
+    None: parts need each other's results.
+    """
+
+    def reads(step: Node | Match) -> list[Node | Match]:
+        values = step.operands if isinstance(step, Match) else step.inputs
+        steps = dict.fromkeys(replaced.get(value, value.node) for value in values)
+        return [made for made in steps if isinstance(made, Match) or made.index >= 0]
+
+    def place(step: Node | Match) -> int:
+        return min(value.node.index for value in step.results) if isinstance(step, Match) else step.index
+
+    effects = [node for node in graph.live if node.has_effects]
+    waits: dict[Node | Match, set[Node | Match]] = {}
+    stack = [replaced.get(value, value.node) for value in graph.outputs] + effects
+    stack = [step for step in stack if isinstance(step, Match) or step.index >= 0]
+    while stack:
+        step = stack.pop()
+        if step not in waits:
+            waits[step] = set(before := reads(step))
+            stack += before
+    for earlier, later in itertools.pairwise(effects):
+        waits[later].add(earlier)
+    followers: dict[Node | Match, list[Node | Match]] = {}
+    for step, before in waits.items():
+        for made in before:
+            followers.setdefault(made, []).append(step)
+    numbers = {step: i for i, step in enumerate(waits)}
+    ready = [(place(step), numbers[step], step) for step, before in waits.items() if not before]
+    heapq.heapify(ready)
+    steps = []
+    while ready:
+        step = heapq.heappop(ready)[-1]
+        steps.append(step)
+        for follower in followers.get(step, ()):
+            waits[follower].discard(step)
+            if not waits[follower]:
+                heapq.heappush(ready, (place(follower), numbers[follower], follower))
+    return steps if len(steps) == len(waits) else None
 
 
 def _run(graph: Graph, steps: Sequence[Node | Match], prepared: dict[Node, Callable], *inputs: Any) -> list[Any]:
@@ -147,7 +190,8 @@ def _run(graph: Graph, steps: Sequence[Node | Match], prepared: dict[Node, Calla
         node = step.out.node if isinstance(step, Match) else step
         with _as_written(node):
             if isinstance(step, Match):
-                env[step.out] = step.build(*map(read, step.operands))
+                built = step.build(*map(read, step.operands))
+                env.update(zip(step.results, built if step.others else (built,), strict=True))
             else:
                 results = prepared[node](*map(read, node.inputs))
                 env.update((Value(node, i), result) for i, result in enumerate(results))

@@ -19,7 +19,7 @@ from jaxops.ops._attention_plain import WHOLE
 from jaxops.ops._attention_support import why_not as no_attention_kernel
 from jaxops.ops.attention import attention
 from jaxops.ops.layer_norm import layer_norm
-from jaxops.ops.matmul import dot_general, matmul, triangular_dot_general
+from jaxops.ops.matmul import dot_general, general_product, matmul
 from jaxops.ops.rms_norm import rms_norm
 from jaxops.ops.softmax import softmax
 
@@ -184,7 +184,7 @@ def _triangular(product: Callable[..., jax.Array], triangle: str) -> Callable[..
     """The product without keys after their query, if it is ours and no debug option checks their entries."""
     if product is not dot_general or jax.config.jax_debug_nans or jax.config.jax_debug_infs:
         return product
-    return functools.partial(triangular_dot_general, triangle=triangle)
+    return functools.partial(general_product, triangle=triangle)
 
 
 def query_key(

@@ -429,8 +429,7 @@ def _weighted_sum_jvp(static, primals, tangents):
     spec = spec._replace(results=(*spec.results, *(n for n in ("dx", "dw", "dbias") if n in moving)))
     values = _forward(named, spec) if moving.keys() <= {"dweights"} else _both(named, spec)
     loss, _ = _losses(values, options, columns)
-    loss = jnp.where(weights == 0, 0, loss)
-    out, tangent = jnp.sum(weights * loss), jnp.zeros((), loss.dtype)
+    out, tangent = jnp.sum(jnp.where(weights == 0, 0, weights * loss)), jnp.zeros((), loss.dtype)
     for name, direction in moving.items():
         gradient = loss if name == "dweights" else values[name]
         tangent += jnp.sum(gradient.astype(loss.dtype) * direction.astype(loss.dtype))

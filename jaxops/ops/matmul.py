@@ -249,7 +249,7 @@ def dot_general(
       >>> jaxops.dot_general(jnp.ones((2, 3)), jnp.ones((4, 3)), (((1,), (1,)), ((), ()))).shape
       (2, 4)
     """
-    return triangular_dot_general(
+    return general_product(
         lhs,
         rhs,
         dimension_numbers,
@@ -261,7 +261,7 @@ def dot_general(
     )
 
 
-def triangular_dot_general(
+def general_product(
     lhs: Any,
     rhs: Any,
     dimension_numbers: Any,
@@ -271,9 +271,14 @@ def triangular_dot_general(
     out_sharding: Any = None,
     lhs_scale: Any = None,
     rhs_scale: Any = None,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
     triangle: str | None = None,
 ) -> jax.Array:
-    """`dot_general` that may skip a triangle of the product: see `Spec`."""
+    """`dot_general` with the options of `matmul`, or without a triangle of the product: see `Spec`.
+
+    bias: of a floating dtype and the result's rank.
+    """
     lhs, rhs = arguments.array("dot_general", "lhs", lhs), arguments.array("dot_general", "rhs", rhs)
     try:
         numbers = tuple(
@@ -291,7 +296,7 @@ def triangular_dot_general(
     )
     scale = _joint_scale("dot_general", lhs_scale, rhs_scale, out.dtype)
     if dtypes is None:
-        return _compose("dot_general", reference, (lhs, rhs), out, out_sharding, scale)
+        return _compose("dot_general", reference, (lhs, rhs), out, out_sharding, scale, bias, activation)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     order = np.argsort(lhs_contract)
     lhs_contract, rhs_contract = ([axes[i] for i in order] for axes in (lhs_contract, rhs_contract))
@@ -300,6 +305,7 @@ def triangular_dot_general(
     left, lhs_transposed = _ordered(lhs.astype(dtypes[0]), lhs_batch, lhs_free, lhs_contract)
     right, rhs_transposed = _ordered(rhs.astype(dtypes[1]), rhs_batch, rhs_contract, rhs_free)
     counts = (len(lhs_free), len(rhs_free), len(lhs_contract))
-    spec = Spec(lhs_transposed, rhs_transposed, np.dtype(out.dtype), None, wanted, counts, triangle=triangle)
+    spec = Spec(lhs_transposed, rhs_transposed, np.dtype(out.dtype), activation, wanted, counts, triangle=triangle)
     scale = None if scale is None else expand_rank(scale, len(out.shape))
-    return kernel(left, right, scale, None, spec)[0]
+    bias = None if bias is None else bias.astype(accumulator(*dtypes))
+    return kernel(left, right, scale, bias, spec)[0]

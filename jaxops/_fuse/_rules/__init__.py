@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
-import jaxops
 from jaxops._fuse._cone import Refusal
 from jaxops._fuse._graph import Node
 from jaxops._fuse._match import Match, Search
-from jaxops._fuse._rules import _attention, _losses, _norms, _products, _softmaxes
+from jaxops._fuse._rules import _attention, _linear_losses, _losses, _norms, _products, _residuals, _softmaxes
 
 
 class Rule(NamedTuple):
@@ -21,15 +20,22 @@ class Rule(NamedTuple):
     is_near: Callable[[Node], str | None]
 
 
+def _never_near(node: Node) -> str | None:
+    """Of rules without whose op a part of the match is found by another rule."""
+    del node
+    return None
+
+
 RULES = (
     Rule((_attention.OP,), _attention.ANCHORS, _attention.find, _attention.is_near),
+    Rule((_linear_losses.OP,), _linear_losses.ANCHORS, _linear_losses.find, _never_near),
     Rule((_losses.OP,), _losses.ANCHORS, _losses.find, _losses.is_near),
     Rule(("layer_norm", "rms_norm"), _norms.ANCHORS, _norms.find, _norms.is_near),
     Rule(("softmax", "log_softmax"), _softmaxes.ANCHORS, _softmaxes.find, _softmaxes.is_near),
-    Rule(("dot_general",), _products.ANCHORS, _products.find, _products.is_near),
+    Rule((_products.GATED,), _products.ANCHORS, _products.find_gated, _never_near),
+    Rule((_products.WITH_EPILOGUE,), _products.ANCHORS, _products.find_with_epilogue, _never_near),
+    Rule((_products.OP,), _products.ANCHORS, _products.find, _products.is_near),
 )
-
-RULES = tuple(rule for rule in RULES if all(hasattr(jaxops, op) for op in rule.ops))
 
 #: The ops that `only` may name.
 OPS = tuple(op for rule in RULES for op in rule.ops)
@@ -43,8 +49,12 @@ class Miss(NamedTuple):
     why: str
 
 
-def search(within: Search, only: frozenset[str]) -> Iterator[Match | Miss]:
-    """The matches of a graph, none of which share a node, and the near misses."""
+def search(within: Search, only: frozenset[str], joins: bool = True) -> list[Match | Miss]:
+    """The matches of a graph, none of which share a node, and the near misses.
+
+    joins: norms may have the sums that they normalise as a second result.
+    """
+    matches: list[Match] = []
     refused: list[tuple[Node, int, str]] = []
     taken: dict[Node, int] = {}  # by which rule
     for i, rule in enumerate(RULES):
@@ -65,12 +75,13 @@ def search(within: Search, only: frozenset[str]) -> Iterator[Match | Miss]:
             if match is not None:
                 within.taken.update(match.nodes)
                 taken.update(dict.fromkeys(match.nodes, i))
-                yield match
-    told = set()
+                matches.append(match)
+    misses, told = [], set()
     for node, i, why in refused:
         # The softmax of what is no attention is a near miss still.
         if node in taken and (i >= taken[node] or "softmax" not in RULES[taken[node]].ops):
             continue
         if node not in told and (what := RULES[i].is_near(node)):
             told.add(node)
-            yield Miss(what, node, why)
+            misses.append(Miss(what, node, why))
+    return [*(_residuals.joined(within.graph, matches) if joins else matches), *misses]

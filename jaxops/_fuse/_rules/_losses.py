@@ -120,7 +120,7 @@ def _order(cone: Cone, value: Value, rows: list[int]) -> tuple[int | None, ...]:
     return tuple(found)
 
 
-def _in_rows(x, order, sizes):
+def in_rows(x, order, sizes):
     """An array with its axes in the order of the rows'."""
     kept = [i for i, p in enumerate(order) if p is not None]
     x = x.reshape([x.shape[i] for i in kept]).transpose(sorted(range(len(kept)), key=lambda i: order[kept[i]]))
@@ -140,7 +140,7 @@ def _reference(axis, sign, shape, order, labels_order) -> numerics.Dual:
         maximum = x.max((axis,))
         lse = numerics.log(numerics.exp(x - maximum).sum((axis,))) + maximum
         sizes = [size for d, size in enumerate(x.shape) if d != axis]
-        at = _in_rows(labels.value, labels_order, sizes)
+        at = in_rows(labels.value, labels_order, sizes)
         picked = x.map(lambda a: _take(a, at, axis))
         return (sign * (lse.map(lambda a: a.squeeze(axis)) - picked)).map(lambda a: _as_out(a, order, shape))
 
@@ -154,7 +154,7 @@ def _take(x, labels, axis):
 
 def _build(x, labels, *, axis, sign, outside, out, order, labels_order) -> jax.Array:
     sizes = [d for a, d in enumerate(x.shape) if a != axis]
-    at = jnp.broadcast_to(_in_rows(labels, labels_order, sizes), sizes)
+    at = jnp.broadcast_to(in_rows(labels, labels_order, sizes), sizes)
     columns = x.shape[axis]
     inside = (at >= 0) & (at < columns)
     given = at if outside == "nan" else jnp.clip(at, 0, columns - 1)

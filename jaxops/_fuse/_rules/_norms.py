@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import jaxops
@@ -56,14 +56,14 @@ def _reference(kind: str, axes, epsilon: float, permutation, roles, places) -> n
         x = x - x.mean(axes) if kind == "layer_norm" else x
         y = x * numerics.rsqrt((x * x).mean(axes) + epsilon)
         for role, leaf, place in zip(roles, leaves, places, strict=True):
-            spread = leaf.map(lambda a, place=place: _spread(a, place, len(x.shape)))
+            spread = leaf.map(lambda a, place=place: expanded(a, place, len(x.shape)))
             y = y * spread if role == "scale" else y + spread
         return y.map(lambda a: a.transpose(permutation))
 
     return apply
 
 
-def _spread(leaf, place, rank: int):
+def expanded(leaf, place, rank: int):
     """A parameter with its axes where the input has them, and axes of size 1 between; places ascend after a move."""
     kept = [p for p in place if p is not None]
     leaf = leaf.reshape([size for size, p in zip(leaf.shape, place, strict=True) if p is not None])
@@ -161,14 +161,17 @@ def _match(search: Search, x: Value, kind: str, end: Value, epsilon: float) -> M
     return Match(kind, end, (x, *cone.leaves), build, cone.nodes, note and f"with {note}")
 
 
-def _build(x, *leaves, op, roles, places, axes, epsilon, dtype, permutation) -> jax.Array:
+def _build(x, *leaves, op, roles, places, axes, epsilon, dtype, permutation, residual=None) -> Any:
+    """The normalised array; with a residual also the sum."""
     parameters = {}
     for role, leaf, place in zip(roles, leaves, places, strict=True):
-        spread = _spread(leaf, place, x.ndim)
+        spread = expanded(leaf, place, x.ndim)
         whole = [d if a in axes else 1 for a, d in enumerate(x.shape)]
         parameters[role] = jnp.broadcast_to(spread, whole).reshape([x.shape[a] for a in axes])
-    y = getattr(jaxops, op)(x, **parameters, axis=axes, epsilon=epsilon, dtype=dtype)
-    return y if permutation == tuple(range(x.ndim)) else jnp.transpose(y, permutation)
+    y = getattr(jaxops, op)(x, **parameters, axis=axes, epsilon=epsilon, residual=residual, dtype=dtype)
+    y, *total = (y,) if residual is None else y
+    y = y if permutation == tuple(range(x.ndim)) else jnp.transpose(y, permutation)
+    return (y, *total) if total else y
 
 
 def is_near(node: Node) -> str | None:
