@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -36,9 +37,9 @@ class Measured(NamedTuple):
     losses: list[float]
 
 
-def _measure(case: models.Case, settings: harness.Settings) -> dict[str, Measured]:
-    """Each contender's figures."""
-    modules = {name: case.contender(name) for name in models.CONTENDERS}
+def _measure(case: models.Case, names: Sequence[str], settings: harness.Settings) -> dict[str, Measured]:
+    """The named contenders' figures."""
+    modules = {name: case.contender(name) for name in names}
     plain = modules[models.BASELINE]
     batch = plain.batch(jax.random.key(1))
     parameters = models.draw_parameters(plain, batch)
@@ -78,10 +79,13 @@ def run(settings: harness.Settings) -> bool:
         shown.add_column(heading, justify="right")
     failures: list[tuple[models.Case, Any]] = []
     cases = models.QUICK if settings.quick else models.CASES if jax.default_backend() == "gpu" else models.CPU
-    selected = settings.select(cases, lambda case: f"train {case.label}")
-    for case in settings.bar(selected, lambda case: case.label):
+    every = [(case, name) for case in cases for name in models.CONTENDERS]
+    chosen = settings.select(every, lambda pair: f"train {pair[0].label}: {pair[1]}")
+    # The baseline is always measured.
+    names = {case: [n for n in models.CONTENDERS if n == models.BASELINE or (case, n) in chosen] for case, _ in chosen}
+    for case in settings.bar([*names], lambda case: case.label):
         try:
-            measured = _measure(case, settings)
+            measured = _measure(case, names[case], settings)
         except (RuntimeError, ArithmeticError) as error:  # of XLA and the device; of the losses
             failures.append((case, error))
             continue
