@@ -9,11 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from contract import GRADIENT_ROUNDING, ROUNDING, assert_close
 
 import jaxops
 
 #: What has gradients.
 FLOATS = ("query", "key", "value", "bias", "sinks")
+
+#: What jax.nn has no option for.
+_OURS = ("sinks", "query_segment_ids", "key_value_segment_ids", "logits_soft_cap")
 
 
 @dataclasses.dataclass
@@ -158,10 +162,38 @@ def value_and_gradients(case: Case, function, cotangent, floats=None):
     return {"value": out, **pull(cotangent.astype(out.dtype))[0]}
 
 
-def exact(case: Case, cotangent) -> dict[str, np.ndarray]:
+def exact(case: Case, cotangent, floats=None) -> dict[str, np.ndarray]:
     """In float64, on the CPU."""
+    floats = case.floats if floats is None else floats
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wide = {name: np.asarray(x).astype(np.float64) for name, x in case.floats.items()}
+        wide = {name: np.asarray(x).astype(np.float64) for name, x in floats.items()}
         run = jax.jit(functools.partial(value_and_gradients, case, dense))
         found = run(np.asarray(cotangent).astype(np.float64), wide)
         return {name: np.asarray(x) for name, x in found.items()}
+
+
+def check(case: Case, rng, draws: int = 1) -> None:
+    """Values and gradients are float64's, up to rounding; or as near as those of jax.nn's plain form.
+
+    draws: of numbers, for the same program.
+    """
+    query = case.arrays["query"]
+    shape = (*query.shape[:3], case.arrays["value"].shape[-1])
+    ours, reference = (
+        jax.jit(functools.partial(value_and_gradients, case, function))
+        for function in (jaxops.dot_product_attention, jax.nn.dot_product_attention)
+    )
+    theirs = not any(name in case.arrays or name in case.options for name in _OURS)
+    floats = case.floats
+    for _ in range(draws):
+        cotangent = rng.standard_normal(shape).astype(query.dtype)
+        wanted = exact(case, cotangent, floats)
+        for name, value in ours(cotangent, floats).items():
+            assert value.dtype == (query if name == "value" else floats[name]).dtype
+            rounding = ROUNDING if name == "value" else GRADIENT_ROUNDING
+            rounding += 1.25 * max(query.shape[1], case.arrays["key"].shape[1]) ** 0.5
+            if name in ("sinks", "bias"):  # sums of products of what is rounded to query's dtype
+                rounding *= float(jnp.finfo(query.dtype).eps / jnp.finfo(value.dtype).eps)
+            other = (lambda c=cotangent, f=floats, n=name: reference(c, f)[n]) if theirs else None
+            assert_close(value, wanted[name], other, name, rounding)
+        floats = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in floats.items()}

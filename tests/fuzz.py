@@ -18,6 +18,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import attention_cases
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from support.ops import ROW_OPS
 
 import jaxops
 
-OPS = (*ROW_OPS, "matmul", "dot_general")
+OPS = (*ROW_OPS, "matmul", "dot_general", "attention")
 FLOATS = ("float32", "bfloat16", "float16")
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
@@ -538,8 +539,29 @@ def batches(op: str, size: int = CALLS):
     return st.one_of(of(FLOATS), of(FLOATS), of((*FLOATS, "float64")))
 
 
+def _run_attention(count: int, seed: int, told) -> list[str]:
+    """The same of attention, whose calls are programs of their own; their operands are `attention_cases`'."""
+    for done in range(0, count, DRAWS):
+        name = (seed, done)
+        rng = np.random.default_rng(name)
+        case = attention_cases.random_case(rng, FLOATS[done // DRAWS % len(FLOATS)])
+        try:
+            with jax.default_matmul_precision("highest"):
+                attention_cases.check(case, rng, min(DRAWS, count - done))
+        except AssertionError as error:
+            shapes = {name: (x.shape, x.dtype.name) for name, x in case.arrays.items()}
+            return [
+                f"attention_cases.random_case(numpy.random.default_rng({name})): {shapes}, {case.options}",
+                str(error),
+            ]
+        told(done + DRAWS)
+    return []
+
+
 def run(op: str, count: int, seed: int, told=lambda done: None) -> list[str]:
     """Runs about `count` cases of an op, and calls `told` with the number done; the shrunk failures, if any."""
+    if op == "attention":
+        return _run_attention(count, seed, told)
     done = 0
 
     @hypothesis.seed(seed)

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import dense, draw, exact, random_case, value_and_gradients
-from contract import GRADIENT_ROUNDING, ROUNDING, assert_close
+from attention_cases import check, dense, draw, exact, random_case, value_and_gradients
 from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -19,31 +18,6 @@ from jaxops.ops._attention_plain import WHOLE
 pytestmark = pytest.mark.usefixtures("full_precision")
 
 attend = jaxops.dot_product_attention
-
-#: What jax.nn has no option for.
-_OURS = ("sinks", "query_segment_ids", "key_value_segment_ids", "logits_soft_cap")
-
-
-def check(case, rng):
-    """Values and gradients are float64's, up to rounding; or as near as those of jax.nn's plain form."""
-    query = case.arrays["query"]
-    shape = (*query.shape[:3], case.arrays["value"].shape[-1])
-    cotangent = rng.standard_normal(shape).astype(query.dtype)
-    wanted = exact(case, cotangent)
-    got = jax.jit(functools.partial(value_and_gradients, case, attend))(cotangent)
-
-    @functools.cache
-    def reference():
-        return jax.jit(functools.partial(value_and_gradients, case, jax.nn.dot_product_attention))(cotangent)
-
-    theirs = not any(name in case.arrays or name in case.options for name in _OURS)
-    for name, value in got.items():
-        assert value.dtype == (query if name == "value" else case.arrays[name]).dtype
-        rounding = ROUNDING if name == "value" else GRADIENT_ROUNDING
-        rounding += 1.25 * max(query.shape[1], case.arrays["key"].shape[1]) ** 0.5
-        if name in ("sinks", "bias"):  # sums of products of what is rounded to query's dtype
-            rounding *= float(jnp.finfo(query.dtype).eps / jnp.finfo(value.dtype).eps)
-        assert_close(value, wanted[name], (lambda n=name: reference()[n]) if theirs else None, name, rounding)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -506,6 +480,74 @@ def test_kernels_of_parts_of_the_queries(depth, rng):
     for got, wanted in zip(found, whole, strict=True):
         got, wanted = np.asarray(got, np.float32), np.asarray(wanted, np.float32)
         assert np.linalg.norm(got - wanted) <= 0.02 * np.linalg.norm(wanted)
+
+
+def _arranged(kind, rng, queries, keys, heads):
+    """Segments or a mask: of ranges alone, or with gaps."""
+    i, j = np.arange(queries)[:, None], np.arange(keys)[None]
+    documents = np.minimum(np.arange(keys) // 150, 3)
+    masks = {
+        "causal mask": j <= i,
+        "prefix mask": j <= np.maximum(i, 200),
+        "banded mask": (j >= i - 90) & (j <= i + 40),
+        "later mask": j > i,
+        "padding mask": j < keys - 77,
+        "documents mask": documents[None] == documents[:queries, None],
+        "random mask": rng.random((queries, keys)) < 0.8,
+        "empty mask": np.zeros((queries, keys), bool) | (i % 100 == 3),
+    }
+    if kind in masks:
+        return {"mask": np.broadcast_to(masks[kind], (queries, keys))[None, None]}
+    if kind == "mask of heads":
+        return {"mask": np.stack([j <= i + 50 * h for h in range(heads)])[None]}
+    if kind == "mask of batches":
+        return {"mask": np.stack([j <= i, (j > i - 99) & (j < i + 99)])[:, None]}
+    if kind == "mask of keys":
+        return {"mask": (np.arange(keys) < np.array([[keys - 9], [133]]))[:, None, None]}
+    ids = {
+        "ascending": documents,
+        "padded": np.where(np.arange(keys) < keys - 99, documents + 1, 0),
+        "backwards": 7 - documents,
+        "mixed": np.arange(keys) // 50 % 3,
+        "short": np.arange(keys) // 3,
+    }[kind]
+    batches = np.stack([ids, ids[::-1]]).astype(np.int32)
+    return {"query_segment_ids": batches[:, :queries].copy(), "key_value_segment_ids": batches}
+
+
+ARRANGED = ["causal mask", "prefix mask", "banded mask", "later mask", "padding mask", "documents mask", "random mask"]
+ARRANGED += ["empty mask", "mask of heads", "mask of batches", "mask of keys"]
+ARRANGED += ["ascending", "padded", "backwards", "mixed", "short"]
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("kind", "depth"), [(kind, (64, 128, 192)[i % 3]) for i, kind in enumerate(ARRANGED * 2)][::-1]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_of_ranges_and_of_gaps(kind, depth, causal, rng):
+    """What segments or a mask let queries see is a range, for the fast kernel, or has gaps, for the other one."""
+    groups = 4 if kind == "mask of heads" else 2
+    queries, keys = (390, 517) if depth == 64 else (400, 512)
+    case = draw(rng, (2, queries, keys, 4, groups, depth), "bfloat16", is_causal=causal, query_lengths=[queries, 350])
+    case.arrays |= _arranged(kind, rng, queries, keys, 4)
+    check(case, rng)
+
+
+@on_hopper
+def test_kernels_of_more_documents_than_they_count(rng):
+    case = draw(rng, (1, 10000, 10000, 1, 1, 64), "bfloat16", is_causal=True)
+    case.arrays["query_segment_ids"] = (np.arange(10000, dtype=np.int32) // 2)[None]
+    query = case.arrays["query"]
+    floats = {name: x[:, -700:] for name, x in case.floats.items()}
+    few = draw(rng, (1, 700, 700, 1, 1, 64), "bfloat16", is_causal=True)
+    few.arrays = floats | {"query_segment_ids": case.arrays["query_segment_ids"][:, -700:]}
+    cotangent = rng.standard_normal(query.shape).astype(query.dtype)
+    got = jax.jit(functools.partial(value_and_gradients, case, attend))(cotangent)
+    wanted = exact(few, cotangent[:, -700:])
+    for name, value in wanted.items():
+        value, found = value.astype(np.float32), np.asarray(got[name][:, -700:], np.float32)
+        assert np.linalg.norm(found - value) <= 0.01 * np.linalg.norm(value), name
 
 
 @on_hopper

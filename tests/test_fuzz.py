@@ -39,7 +39,7 @@ REGRESSIONS = {
 
 @pytest.mark.parametrize("op", fuzz.OPS)
 def test_random_calls(op):
-    assert fuzz.run(op, fuzz.CALLS * fuzz.DRAWS, seed=0) == []
+    assert fuzz.run(op, (3 if op == "attention" else fuzz.CALLS) * fuzz.DRAWS, seed=0) == []
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)
@@ -47,7 +47,19 @@ def test_what_failed(name):
     fuzz.check([REGRESSIONS[name]])
 
 
-@pytest.mark.parametrize("op", fuzz.OPS)
+def test_wrong_attention_is_seen(monkeypatch):
+    right = fuzz.attention_cases.value_and_gradients
+
+    def wrong(case, function, cotangent, floats=None):
+        found = right(case, function, cotangent, floats)
+        return found | {"key": found["key"] * (1 if function is fuzz.attention_cases.dense else 1.2)}
+
+    monkeypatch.setattr(fuzz.attention_cases, "value_and_gradients", wrong)
+    (_, error) = fuzz.run("attention", 1, seed=0)
+    assert error.startswith("key:") and "ulp" in error
+
+
+@pytest.mark.parametrize("op", [op for op in fuzz.OPS if op != "attention"])
 def test_wrong_results_are_seen(op, monkeypatch):
     """A result with one element off by a few units fails."""
     operands = (("a", (3, 4), "float32"), ("b", (4, 5), "float32"))

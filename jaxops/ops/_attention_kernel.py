@@ -216,8 +216,8 @@ class _AttentionKernel(Kernel):
             ShapedArray(given["bias"].shape if name == "dbias" else _with_heads(name, value.shape), value.dtype)
             for name, value in zip(wanted, results, strict=True)
         ]
-        sizes, segments = _sizes(x), "query_segments" in x
-        workspace = ShapedArray((self._workspace(sizes, segments),), np.dtype("int32"))
+        sizes = _sizes(x)
+        workspace = ShapedArray((self._workspace(sizes, _reach_lines(given, sizes)),), np.dtype("int32"))
         left, right = call.window
         options = {f"has_{name}": name in x for name in _OPTIONS if not name.endswith("segments")}
         *out, _ = self.ffi_call(
@@ -229,7 +229,7 @@ class _AttentionKernel(Kernel):
             window_left=np.int64(left),
             window_right=np.int64(right),
             soft_cap=np.float32(call.soft_cap),
-            has_segments=segments,
+            has_segments="query_segments" in x,
             **options,
             **self._attributes(x, wanted),
         )
@@ -238,8 +238,8 @@ class _AttentionKernel(Kernel):
             for name, value, result in zip(wanted, out, results, strict=True)
         ]
 
-    def _workspace(self, sizes: Mapping[str, Any], segments: bool) -> Any:
-        return support.forward_workspace(*(sizes[axis] for axis in "btshgd"), segments)
+    def _workspace(self, sizes: Mapping[str, Any], lines: Any) -> Any:
+        return support.forward_workspace(*(sizes[axis] for axis in "btshgd"), lines)
 
     def _attributes(self, x: Named, wanted: Sequence[str]) -> dict[str, Any]:
         """Those beside both handlers' own."""
@@ -276,6 +276,18 @@ def _for_handlers(x: Named) -> Named:
             value = jnp.broadcast_to(value, (value.shape[0], sizes["h"], sizes["g"], *value.shape[3:]))
         found[name] = value.reshape(_with_heads(name, value.shape))
     return found
+
+
+def _reach_lines(given: Named, sizes: Mapping[str, Any]) -> Any:
+    """How many batches, or batches and heads, may differ in what segments or the mask let them see; 0: there are none.
+
+    given: in the handlers' shapes. They find no ranges from masks of single heads that share a key head.
+    """
+    if "query_segments" in given:
+        return sizes["b"]
+    if "mask" not in given or (given["mask"].shape[1] != 1 and sizes["g"] != 1):
+        return 0
+    return given["mask"].shape[0] * given["mask"].shape[1]
 
 
 def _sizes(x: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,9 +374,9 @@ class _Backward(_AttentionKernel):
 
     linear = frozenset(("dout", "dlse"))
 
-    def _workspace(self, sizes: Mapping[str, Any], segments: bool) -> Any:
+    def _workspace(self, sizes: Mapping[str, Any], lines: Any) -> Any:
         b, t, s = sizes["b"], sizes["t"], sizes["s"]
-        return support.backward_workspace(b, sizes["h"] * sizes["g"], t, s, sizes["d"], segments)
+        return support.backward_workspace(b, sizes["h"] * sizes["g"], t, s, sizes["d"], lines)
 
     def _attributes(self, x: Named, wanted: Sequence[str]) -> dict[str, Any]:
         return {"has_dlse": "dlse" in x, "wants_dbias": "dbias" in wanted}

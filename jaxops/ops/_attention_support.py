@@ -82,29 +82,38 @@ def key_splits(batch: Any, key_heads: Any, rows: Any, keys: Any, depth: int) -> 
     return min(range(1, min(blocks, slots) + 1), key=cost)
 
 
-def forward_workspace(
-    batch: Any, queries: Any, keys: Any, key_heads: Any, group: Any, depth: int, segments: bool
-) -> Any:
-    """How many s32: two counters; with segments the ranges of blocks of tokens, and of the keys that they see.
+def _reach(lines: Any, queries: Any) -> Any:
+    """Words of what queries or keys see, each and by 64: two and four numbers."""
+    return _rounded(2 * lines * queries) + 4 * lines * _blocks(queries, 64)
+
+
+def _is_some(lines: Any) -> bool:
+    return not isinstance(lines, int) or lines > 0
+
+
+def forward_workspace(batch: Any, queries: Any, keys: Any, key_heads: Any, group: Any, depth: int, lines: Any) -> Any:
+    """How many s32: counters; with segments or a mask the ranges of keys that queries see.
 
     If keys are split, for each part a result and two numbers for each query: by that the handler knows of it.
+
+    Args:
+      lines: batches, or batches and heads, that may differ in what they see; 0: there are no segments and no mask.
     """
-    total = 4
-    if segments:
-        total = total + 2 * batch * (_blocks(queries, 16) + _blocks(keys, 16)) + 4 * batch * _blocks(queries, 64)
+    total = 4 + (_reach(lines, queries) if _is_some(lines) else 0)
     splits = key_splits(batch, key_heads, queries * group, keys, depth)
     return total + splits * batch * queries * key_heads * group * (depth + 2) if splits else total
 
 
-def backward_workspace(batch: Any, heads: Any, queries: Any, keys: Any, depth: int, segments: bool) -> Any:
-    """How many s32: two numbers a query; with segments ranges, too.
+def backward_workspace(batch: Any, heads: Any, queries: Any, keys: Any, depth: int, lines: Any) -> Any:
+    """How many s32: two numbers a query; with segments or a mask ranges, too.
 
     Up to a depth of 128 also the query's gradient in f32 and counters.
     """
-    padded, block, key_block = (64, 128, 128) if depth <= 64 else (128, 64, 128) if depth <= 128 else (0, 64, 64)
+    padded, block = (64, 128) if depth <= 64 else (128, 64) if depth <= 128 else (0, 64)
     blocks = _blocks(queries, block)
     total = batch * heads * blocks * block * (padded + 2) + _rounded(2 * batch * heads * blocks) + 4
-    if segments:
-        total = total + _rounded(2 * batch * (_blocks(queries, 16) + _blocks(keys, 16)))
-        total = total + 4 * batch * (blocks + _blocks(keys, key_block) + _blocks(keys, 64))
+    if _is_some(lines):
+        total = total + _reach(lines, queries) + _reach(lines, keys)
+        if depth <= 128:
+            total = total + _rounded(2 * lines * blocks) + _rounded(2 * lines * _blocks(keys, 128))
     return total

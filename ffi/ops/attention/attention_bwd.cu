@@ -2,7 +2,7 @@
 #include "ops/attention/backward_wide.cuh"
 #include "ops/attention/dbias.cuh"
 #include "ops/attention/launch.cuh"
-#include "ops/attention/segments.cuh"
+#include "ops/attention/reach.cuh"
 
 namespace jaxops {
 namespace {
@@ -25,11 +25,8 @@ struct Gradients {
   float* dbias;  // null unless it is wanted
 };
 
-// Where segments' plans are written; null without segments.
-struct SegmentSpace {
-  int32_t* ranges;
-  attention::Span *queries, *keys, *halves;
-};
+// Of the backward pass's kernels.
+int KeysOfBlock(const Problem& p) { return p.depth > 128 ? 64 : 128; }
 
 template <class T>
 Error LaunchPreparation(Device stream, const PreparationArguments& known) {
@@ -40,35 +37,19 @@ Error LaunchPreparation(Device stream, const PreparationArguments& known) {
   return FromCuda(kHandler, Launch(stream, attention::PrepareBackward<T>, grid, known));
 }
 
-// A plan for each direction, and the halves of blocks of keys.
-Error PlanSegments(Device stream, const Problem& p, const SegmentSpace& segments, int keys, int step_keys,
-                   int queries) {
-  if (!p.query_segments) return Error::Success();
-  for (const cudaError_t status :
-       {attention::LaunchSegmentRanges(stream, p, segments.ranges),
-        attention::LaunchSegmentPlan(stream, p, segments.ranges, true, queries, step_keys, segments.queries),
-        attention::LaunchSegmentPlan(stream, p, segments.ranges, false, keys, queries, segments.keys),
-        attention::LaunchSegmentPlan(stream, p, segments.ranges, false, 64, queries, segments.halves)})
-    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
-  return Error::Success();
-}
-
 template <class Tile>
-Error LaunchBackward(Device stream, const PreparationArguments& known, const SegmentSpace& segments,
-                     const Gradients& gradients) {
+Error LaunchBackward(Device stream, const PreparationArguments& known, const Gradients& gradients) {
   using T = typename Tile::T;
   const Problem& p = known.problem;
   BackwardArguments arguments = {};
   arguments.problem = p;
   arguments.sums = known.sums;
-  arguments.segments = segments.keys;
-  arguments.halves = segments.halves;
   for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, Tile::kQueries, &arguments.q),
                                    attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
                                    attention::DescribeQueries<T>(p, known.dout, Tile::kQueries, &arguments.dout),
-                                   attention::DescribeKeys<T>(p, gradients.dk, Tile::kKeys, &arguments.dk),
-                                   attention::DescribeKeys<T>(p, gradients.dv, Tile::kKeys, &arguments.dv)})
+                                   attention::DescribeKeys<T>(p, gradients.dk, 64, &arguments.dk),
+                                   attention::DescribeKeys<T>(p, gradients.dv, 64, &arguments.dv)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   const int64_t key_heads = int64_t{p.batches} * p.key_heads, tiles = key_heads * CeilDiv(p.keys, Tile::kKeys);
   const int64_t query_blocks = int64_t{p.batches} * p.heads * known.sums.blocks;
@@ -76,20 +57,23 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Seg
   // Q, dO and the sums of dQ of a head; measured on an H200.
   const double bytes = 8.0 * p.queries * p.depth * p.group();
   arguments.together = attention::HeadsTogether(key_heads, bytes, 46e6, 4, p.depth <= 64 ? 32 : 12);
-  JAXOPS_RETURN_IF_ERROR(PlanSegments(stream, p, segments, Tile::kKeys, Tile::kKeys, Tile::kQueries));
   const Grid grid = {.blocks = std::min<int64_t>(tiles, attention::Multiprocessors()),
                      .threads = Tile::kThreads,
                      .shared_bytes = Tile::kSharedBytes};
   if (grid.blocks == 0) return Error::Internal("attention_bwd: no device");
-  JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, Launch(stream, attention::AttentionBackward<Tile>, grid, arguments)));
-  const Grid finish_grid = {.blocks = query_blocks, .threads = attention::kFinishThreads};
-  return FromCuda(kHandler, Launch(stream, attention::FinishQueries<T, Tile::kDepth>, finish_grid, p, known.sums,
+  return FromCuda(kHandler, Launch(stream, attention::AttentionBackward<Tile>, grid, arguments));
+}
+
+template <class T, int kDepth>
+Error LaunchFinish(Device stream, const PreparationArguments& known, const Gradients& gradients) {
+  const Problem& p = known.problem;
+  const Grid grid = {.blocks = int64_t{p.batches} * p.heads * known.sums.blocks, .threads = attention::kFinishThreads};
+  return FromCuda(kHandler, Launch(stream, attention::FinishQueries<T, kDepth>, grid, p, known.sums,
                                    static_cast<T*>(gradients.dq)));
 }
 
 template <class Tile>
-Error LaunchWideBackward(Device stream, const PreparationArguments& known, const SegmentSpace& segments,
-                         const Gradients& gradients) {
+Error LaunchWideBackward(Device stream, const PreparationArguments& known, const Gradients& gradients) {
   using T = typename Tile::T;
   const Problem& p = known.problem;
   attention::WideArguments arguments = {};
@@ -97,8 +81,7 @@ Error LaunchWideBackward(Device stream, const PreparationArguments& known, const
   arguments.statistics = known.sums.statistics;
   arguments.query_blocks = known.sums.blocks;
   arguments.key_blocks = static_cast<int>(CeilDiv(p.keys, Tile::kKeys));
-  arguments.key_segments = segments.keys;
-  arguments.query_segments = segments.queries;
+  arguments.reach = known.sums.reach;
   for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, 64, &arguments.q),
                                    attention::DescribeQueries<T>(p, known.dout, 64, &arguments.dout),
                                    attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
@@ -109,7 +92,6 @@ Error LaunchWideBackward(Device stream, const PreparationArguments& known, const
                                    attention::DescribeKeys<T>(p, gradients.dk, Tile::kKeys, &arguments.dk),
                                    attention::DescribeKeys<T>(p, gradients.dv, Tile::kKeys, &arguments.dv)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
-  JAXOPS_RETURN_IF_ERROR(PlanSegments(stream, p, segments, Tile::kKeys, Tile::kStepKeys, Tile::kQueries));
   const Grid keys = {.blocks = int64_t{p.batches} * p.key_heads * arguments.key_blocks,
                      .threads = Tile::kThreads,
                      .shared_bytes = Tile::kKeysShared};
@@ -150,21 +132,25 @@ Error LaunchBiasGradient(Device stream, const PreparationArguments& known, float
 // Of that the order of the additions of dQ costs 2 %: unordered, depth 128 takes 1140 us for full 4096, 1165 us
 // ordered.
 template <class T>
-Error BackwardOf(Device stream, const PreparationArguments& known, const SegmentSpace& segments,
-                 const Gradients& gradients) {
+Error BackwardOf(Device stream, const PreparationArguments& known, const Gradients& gradients) {
   const Problem& p = known.problem;
   JAXOPS_RETURN_IF_ERROR(LaunchPreparation<T>(stream, known));
+  JAXOPS_RETURN_IF_ERROR(
+      FromCuda(kHandler, attention::LaunchReach(stream, p, known.sums.reach, known.sums.block_size, KeysOfBlock(p))));
   if (gradients.dbias) JAXOPS_RETURN_IF_ERROR(LaunchBiasGradient<T>(stream, known, gradients.dbias));
   const auto launch = [&]<bool kGeneral> {
-    if (p.depth <= 64) return LaunchBackward<BackwardTile<T, 64, kGeneral>>(stream, known, segments, gradients);
-    if (p.depth <= 128) return LaunchBackward<BackwardTile<T, 128, kGeneral>>(stream, known, segments, gradients);
-    return LaunchWideBackward<attention::WideTile<T, kGeneral>>(stream, known, segments, gradients);
+    if (p.depth <= 64) return LaunchBackward<BackwardTile<T, 64, kGeneral>>(stream, known, gradients);
+    if (p.depth <= 128) return LaunchBackward<BackwardTile<T, 128, kGeneral>>(stream, known, gradients);
+    return LaunchWideBackward<attention::WideTile<T, kGeneral>>(stream, known, gradients);
   };
-  return p.is_general() ? launch.template operator()<true>() : launch.template operator()<false>();
+  if (p.is_general() || known.sums.reach.decides) JAXOPS_RETURN_IF_ERROR(launch.template operator()<true>());
+  if (!p.is_general()) JAXOPS_RETURN_IF_ERROR(launch.template operator()<false>());
+  if (p.depth > 128) return Error::Success();
+  return p.depth <= 64 ? LaunchFinish<T, 64>(stream, known, gradients) : LaunchFinish<T, 128>(stream, known, gradients);
 }
 
-// Parts of the workspace, each aligned to 16 bytes; jaxops/ops/_attention.py knows the size.
-Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums* sums, SegmentSpace* segments) {
+// Parts of the workspace, each aligned to 16 bytes; jaxops/ops/_attention_support.py knows the size.
+Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums* sums) {
   const int64_t heads = int64_t{p.batches} * p.heads;
   sums->block_size = attention::QueriesAtOnce(p.depth <= 64 ? 64 : 128);
   sums->blocks = static_cast<int>(CeilDiv(p.queries, sums->block_size));
@@ -179,17 +165,8 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
   if (!wide) sums->dq = reinterpret_cast<float*>(take(heads * sums->blocks * 2 * attention::kPartFloats));
   sums->statistics = reinterpret_cast<float*>(take(heads * sums->blocks * sums->block_size * 2));
   sums->turns = take(heads * sums->blocks * 2);
-  sums->tickets = take(1);
-  if (p.query_segments) {
-    const auto take_spans = [&](int64_t blocks) {
-      return reinterpret_cast<attention::Span*>(take(p.batches * blocks * 4));
-    };
-    segments->ranges = take(attention::RangeWords(p));
-    segments->queries = take_spans(sums->blocks);
-    segments->keys = take_spans(CeilDiv(p.keys, wide ? 64 : 128));
-    segments->halves = take_spans(CeilDiv(p.keys, 64));
-    sums->segments = segments->queries;
-  }
+  sums->tickets = take(2);
+  sums->reach = attention::TakeReach(p, take, sums->tickets + 1, sums->block_size, KeysOfBlock(p));
   return attention::CheckWorkspace(kHandler, workspace, words);
 }
 
@@ -209,7 +186,6 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   JAXOPS_RETURN_IF_ERROR(results.End());
   if (options.wants_dbias && !options.has_bias) return Invalid(kHandler, "dbias is wanted, but there is no bias");
   PreparationArguments known = {};
-  SegmentSpace segments = {};
   Problem& p = known.problem;
   JAXOPS_RETURN_IF_ERROR(attention::ParseProblem(kHandler, q, k, v, options, &operands, &p));
   const DataType type = q.element_type();
@@ -231,15 +207,14 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
         kHandler, "dbias", *dbias, DataType::F32,
         {p.bias.batch_stride ? batches : 1, p.bias.head_stride ? heads : 1, p.bias.query_stride ? queries : 1, keys}));
   }
-  JAXOPS_RETURN_IF_ERROR(DivideWorkspace(p, *workspace, &known.sums, &segments));
+  JAXOPS_RETURN_IF_ERROR(DivideWorkspace(p, *workspace, &known.sums));
   known.out = out.untyped_data();
   known.dout = dout.untyped_data();
   known.lse = Data<float>(lse);
   known.dlse = dlse ? Data<float>(*dlse) : nullptr;
   const Gradients gradients = {dq->untyped_data(), dk->untyped_data(), dv->untyped_data(),
                                dbias ? Data<float>(*dbias) : nullptr};
-  return attention::VisitType(kHandler, type,
-                              [&]<class T> { return BackwardOf<T>(stream, known, segments, gradients); });
+  return attention::VisitType(kHandler, type, [&]<class T> { return BackwardOf<T>(stream, known, gradients); });
 }
 
 }  // namespace

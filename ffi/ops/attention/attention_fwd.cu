@@ -1,7 +1,7 @@
 #include "ops/attention/decode.h"
 #include "ops/attention/forward.cuh"
 #include "ops/attention/launch.cuh"
-#include "ops/attention/segments.cuh"
+#include "ops/attention/reach.cuh"
 
 namespace jaxops {
 namespace {
@@ -12,10 +12,10 @@ using attention::Options;
 using attention::Problem;
 
 constexpr const char* kHandler = "attention_fwd";
-constexpr int64_t kCounterWords = 4;  // of the workspace; then come the segments' ranges and spans
+constexpr int64_t kCounterWords = 4;  // of the workspace: of tiles, and the reach's gaps
 
 template <class Tile>
-Error LaunchForward(Device stream, const Problem& p, int32_t* workspace) {
+Error LaunchForward(Device stream, const Problem& p, const attention::Reach& reach, int32_t* counters) {
   using T = typename Tile::T;
   ForwardArguments arguments = {};
   for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, 64, &arguments.q),
@@ -28,21 +28,11 @@ Error LaunchForward(Device stream, const Problem& p, int32_t* workspace) {
   // Measured on an H200: of causal calls, half of whose keys are visited, twice as much fits.
   const double bytes = 4.0 * p.keys * p.depth / p.group();
   arguments.problem = p;
+  arguments.reach = reach;
   arguments.together = attention::HeadsTogether(heads, bytes, p.right < attention::kLongest ? 25e6 : 12.5e6, 1, heads);
   const int blocks = attention::Multiprocessors();
   if (blocks == 0) return Error::Internal("attention_fwd: no device");
-  if (tiles > blocks) {
-    arguments.counters = workspace;
-    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(workspace, 0, sizeof(int32_t), stream)));
-  }
-  if (p.query_segments) {
-    int32_t* const ranges = workspace + kCounterWords;
-    auto* const spans = reinterpret_cast<attention::Span*>(ranges + attention::RangeWords(p));
-    arguments.segments = spans;
-    for (const cudaError_t status : {attention::LaunchSegmentRanges(stream, p, ranges),
-                                     attention::LaunchSegmentPlan(stream, p, ranges, true, 64, Tile::kKeys, spans)})
-      JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
-  }
+  if (tiles > blocks) arguments.counters = counters;
   const Grid grid = {
       .blocks = std::min<int64_t>(tiles, blocks), .threads = Tile::kThreads, .shared_bytes = Tile::kSharedBytes};
   return FromCuda(kHandler, Launch(stream, attention::AttentionForward<Tile>, grid, arguments));
@@ -60,17 +50,19 @@ Error LaunchForward(Device stream, const Problem& p, int32_t* workspace) {
 // from 8192 keys on, and lose 9 % in causal calls of 2048. General calls wait for each product; their scores bound
 // them.
 template <class T>
-Error ForwardOf(Device stream, const Problem& p, int32_t* workspace) {
-  if (p.is_general()) {
-    if (p.depth > 128) return LaunchForward<ForwardTile<T, 256, 2, 80, 2, 1, true>>(stream, p, workspace);
-    return p.depth <= 64 ? LaunchForward<ForwardTile<T, 64, 2, 128, 3, 2, true>>(stream, p, workspace)
-                         : LaunchForward<ForwardTile<T, 128, 2, 128, 2, 2, true>>(stream, p, workspace);
+Error ForwardOf(Device stream, const Problem& p, const attention::Reach& reach, int32_t* counters) {
+  const auto launch = [&]<class Tile> { return LaunchForward<Tile>(stream, p, reach, counters); };
+  if (p.is_general() || reach.decides) {
+    JAXOPS_RETURN_IF_ERROR(p.depth > 128  ? (launch.template operator()<ForwardTile<T, 256, 2, 80, 2, 1, true>>())
+                           : p.depth > 64 ? (launch.template operator()<ForwardTile<T, 128, 2, 128, 2, 2, true>>())
+                                          : (launch.template operator()<ForwardTile<T, 64, 2, 128, 3, 2, true>>()));
+    if (p.is_general()) return Error::Success();
   }
-  if (p.depth > 192) return LaunchForward<ForwardTile<T, 256, 2, 80, 2, 1, false>>(stream, p, workspace);
-  if (p.depth > 128) return LaunchForward<ForwardTile<T, 192, 2, 96, 2, 1, false>>(stream, p, workspace);
-  if (p.depth > 64) return LaunchForward<ForwardTile<T, 128, 2, 128, 2, 2, false>>(stream, p, workspace);
-  return p.queries >= 2048 ? LaunchForward<ForwardTile<T, 64, 3, 128, 3, 2, false>>(stream, p, workspace)
-                           : LaunchForward<ForwardTile<T, 64, 2, 128, 3, 2, false>>(stream, p, workspace);
+  if (p.depth > 192) return launch.template operator()<ForwardTile<T, 256, 2, 80, 2, 1, false>>();
+  if (p.depth > 128) return launch.template operator()<ForwardTile<T, 192, 2, 96, 2, 1, false>>();
+  if (p.depth > 64) return launch.template operator()<ForwardTile<T, 128, 2, 128, 2, 2, false>>();
+  return p.queries >= 2048 ? launch.template operator()<ForwardTile<T, 64, 3, 128, 3, 2, false>>()
+                           : launch.template operator()<ForwardTile<T, 64, 2, 128, 3, 2, false>>();
 }
 
 // q, k, v, and those that there are of bias, mask, lengths, segments, sinks and query_offset -> out, lse. A workspace
@@ -80,8 +72,14 @@ Error AttentionForward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, ffi
                        BufferResult lse, BufferResult workspace, Options options) {
   Problem problem;
   JAXOPS_RETURN_IF_ERROR(attention::ParseForward(kHandler, q, k, v, rest, *out, *lse, *workspace, options, &problem));
-  const int64_t spans = problem.batches * attention::CeilDiv(problem.queries, 64);
-  const int64_t words = kCounterWords + (problem.query_segments ? attention::RangeWords(problem) + spans * 4 : 0);
+  int32_t* const counters = Data<int32_t>(*workspace);
+  int64_t words = kCounterWords;
+  const auto take = [&](int64_t count) {
+    int32_t* const part = counters + words;
+    words += attention::CeilDiv(count, 4) * 4;
+    return part;
+  };
+  const attention::Reach reach = attention::TakeReach(problem, take, counters + 1, 0, 0);
   JAXOPS_RETURN_IF_ERROR(attention::CheckWorkspace(kHandler, *workspace, words));
   const int64_t splits = (static_cast<int64_t>(workspace->element_count()) - words) / attention::DecodeWords(problem);
   if (splits > 0) {
@@ -89,8 +87,10 @@ Error AttentionForward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, ffi
     return attention::LaunchDecode(kHandler, stream, problem, q.element_type(),
                                    static_cast<int>(std::min(splits, most)), Data<float>(*workspace));
   }
+  JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(counters, 0, 2 * sizeof(int32_t), stream)));
+  JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, attention::LaunchReach(stream, problem, reach, 0, 0)));
   return attention::VisitType(kHandler, q.element_type(),
-                              [&]<class T> { return ForwardOf<T>(stream, problem, Data<int32_t>(*workspace)); });
+                              [&]<class T> { return ForwardOf<T>(stream, problem, reach, counters); });
 }
 
 }  // namespace

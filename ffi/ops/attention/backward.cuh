@@ -53,24 +53,22 @@ struct BackwardTile {
   static constexpr bool kSplitsDepth = kDepth == 128;
   // With 128 queries dV's product is issued only when dS is there: fewer registers are live.
   static constexpr bool kLateValues = kDepth == 64;
-  static constexpr int kStaging = kSplitsDepth ? 2 : 1;  // buffers of dQ a warpgroup
+  static constexpr int kStaging = 2;  // buffers of dQ, and of dK, a warpgroup
   static constexpr int kKeyBytes = kKeys * kDepth * 2, kQueryBytes = kQueries * kDepth * 2;
   static constexpr int kScoreBytes = kKeys * kQueries * 2, kPartBytes = kPartFloats * 4;
   static constexpr int kBarriers = 2 + 4 * kStages + 4 * kStaging + 4;
-  static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryBytes + 2 * kScoreBytes +
+  static constexpr int kSharedBytes = 2 * kKeyBytes + 2 * kStages * kQueryBytes + 2 * kScoreBytes +
                                       2 * kStaging * kPartBytes + 2 * kStages * kQueries * 4 + kBarriers * 8 +
                                       2 * kTileFields * 4;
-  static_assert(kSharedBytes <= 232448);
+  static_assert(kSharedBytes <= 232448 && kDepth / 64 <= 2 && 64 * kDepth * 2 <= kPartBytes);
   static constexpr int kLoaderRegisters = kLateValues ? 40 : 24, kConsumerRegisters = kLateValues ? 232 : 240;
 };
 
 struct BackwardArguments {
-  CUtensorMap q, k, v, dout, dk, dv;
+  CUtensorMap q, k, v, dout, dk, dv;  // dk, dv: in boxes of 64 rows
   Problem problem;
   BackwardSums sums;
   int together;  // heads whose keys are taken together
-  // As PlanSegments writes them: of each batch and block of keys, and of each 64 keys; null: no segments.
-  const Span *segments, *halves;
 };
 
 struct KnownTile {
@@ -118,7 +116,7 @@ struct BackwardShared {
 
   __device__ void Initialize() const {
     KeysFull().Initialize(1);
-    KeysEmpty().Initialize(1);
+    KeysEmpty().Initialize(8);
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       QueriesFull(stage).Initialize(1);
       CotangentsFull(stage).Initialize(1);
@@ -190,17 +188,17 @@ struct KeyTiles {
     const Span own = band.QueryBlocks<Tile::kQueries>(key, 64);
     span.whole_first = own.whole_first;
     span.whole_last = own.whole_last;
-    if constexpr (Tile::kGeneral) {
-      if (arguments.segments) {
-        const Problem& p = arguments.problem;
-        const Span tile = arguments.segments[int64_t{at.batch} * blocks + at.block];
-        span.first = max(span.first, tile.first);
-        span.last = min(span.last, tile.last);
-        if (key < p.keys) {
-          const Span half = arguments.halves[int64_t{at.batch} * ((p.keys + 63) / 64) + key / 64];
-          span.whole_first = max(span.whole_first, half.whole_first);
-          span.whole_last = min(span.whole_last, half.whole_last);
-        }
+    const Reach& reach = arguments.sums.reach;
+    if (reach.of_keys) {
+      const Problem& p = arguments.problem;
+      const int64_t line = reach.Line(at.batch, at.head);
+      const int2 tile = reach.key_blocks[line * blocks + at.block];
+      span.first = max(span.first, tile.x);
+      span.last = min(span.last, tile.y);
+      if (key < p.keys) {
+        const Span half = reach.key_spans[line * ((p.keys + 63) / 64) + key / 64].template Blocks<Tile::kQueries>();
+        span.whole_first = max(span.whole_first, half.whole_first);
+        span.whole_last = min(span.whole_last, half.whole_last);
       }
     }
     return span.Ordered();
@@ -281,7 +279,7 @@ __device__ void LoadKeys(const BackwardArguments& arguments, const BackwardShare
 }
 
 // A warp adds one warpgroup's parts of dQ to the sums in memory, each in its turn; the block's first stores its part.
-// This has to take less time than a step.
+// This has to take less time than a step. It also stores the warpgroup's dK and dV.
 template <class Tile>
 __device__ void AddParts(const BackwardArguments& arguments, const BackwardShared<Tile>& shared, int group) {
   constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
@@ -291,14 +289,14 @@ __device__ void AddParts(const BackwardArguments& arguments, const BackwardShare
   int parts = 0;  // so far
   shared.ForEachTile([&](const KnownTile& tile, int) {
     if (!lead) return;
-    const Band band = tile.band(p);
-    const int batch = tile[kBatch], own = tile[kFirstKey] / kKeys, first = tile[kFirstBlock], last = tile[kLastBlock];
+    const int first = tile[kFirstBlock], last = tile[kLastBlock];
     const auto turn_at = [&](int block) {
-      const Span keys = sums.KeyBlocksOf<kKeys, kQueries>(band, batch, block);
+      const Span keys = sums.KeyBlocksOf<kKeys, kQueries>(tile.band(p), tile[kBatch], tile[kKeyHead], block);
+      const int own = tile[kFirstKey] / kKeys;
       return sums.descending ? keys.last - 1 - own : own - keys.first;
     };
     for (int member = 0; member < p.group(); ++member) {
-      const int line = (batch * p.heads + tile[kKeyHead] * p.group() + member) * sums.blocks;
+      const int line = (tile[kBatch] * p.heads + tile[kKeyHead] * p.group() + member) * sums.blocks;
       int32_t* const turns = sums.turns + int64_t{line} * 2 + group;
       const auto is_turn = [&](int block, int turn) {
         int done;
@@ -334,6 +332,16 @@ __device__ void AddParts(const BackwardArguments& arguments, const BackwardShare
         turn = next_turn;
       }
     }
+    const int buffer = parts % Tile::kStaging;
+    shared.PartFull(group, buffer).Wait((parts / Tile::kStaging) & 1);
+    const int key = tile[kFirstKey] + 64 * group, head = tile[kKeyHead], batch = tile[kBatch];
+    StoreTile<64, Tile::kDepth>(arguments.dk, shared.Part(group, buffer), key, head, batch);
+    StoreTile<64, Tile::kDepth>(arguments.dv, shared.Scores(0) + group * 64 * hopper::kBoxRowBytes, key, head, batch,
+                                Tile::kScoreBytes);
+    hopper::CommitStores();
+    hopper::WaitStoresRead<0>();
+    shared.PartEmpty(group, buffer).Arrive();
+    ++parts;
   });
 }
 
@@ -353,6 +361,12 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
   const uint32_t values = shared.Values() + group * 64 * hopper::kBoxRowBytes;
   int steps = 0;  // so far
   shared.ForEachTile([&](const KnownTile& tile, int k) {
+    // Parts that the warpgroup has handed on: of each step, and of each tile. The place of the next is free once
+    // what is in it has left.
+    const auto part_buffer = [&] { return (steps + k) % Tile::kStaging; };
+    const auto await_place = [&](int parts) {
+      shared.PartEmpty(group, parts % Tile::kStaging).Wait((parts / Tile::kStaging & 1) ^ 1);
+    };
     const auto own_key = [&] { return tile[kFirstKey] + 64 * group + warp * 16 + lane / 4; };
     int accumulate = 0;  // the first products overwrite dk and dv: zeros before them would serialise all (C7515)
     shared.KeysFull().Wait(k & 1);
@@ -362,17 +376,17 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
       hopper::NamedSync(kBoth, 2 * kWarpgroup);
     }
     for (int member = 0; member < p.group(); ++member) {
+      int first[2] = {}, last[2] = {};  // of the queries that see this thread's keys, in a masked step
+      const auto find_range = [&](int block) {
+        const Band band = tile.band(p);
+        const Reach& reach = arguments.sums.reach;
+        const int64_t line = reach.Line(tile[kBatch], tile[kKeyHead]);
+        for (int h = 0; h < 2; ++h)
+          band.RangeSeeing(own_key() + 8 * h, block * kQueries + column, p, reach, line, &first[h], &last[h]);
+      };
       // P^T = exp2(S^T factor - lse) in place of S^T. masked: some of the keys are not seen by some of the queries.
-      const auto probabilities = [&](int block, auto masked) {
+      const auto probabilities = [&](auto masked) {
         const uint32_t lse = shared.Lse(steps % kStages) + column * 4;
-        int first[2] = {}, last[2] = {};  // of the queries that see this thread's keys
-        if constexpr (decltype(masked)::value) {
-          const Band band = tile.band(p);
-          for (int h = 0; h < 2; ++h) {
-            first[h] = band.FirstSeeing(own_key() + 8 * h, block * kQueries + column);
-            last[h] = band.LastSeeing(own_key() + 8 * h, block * kQueries + column);
-          }
-        }
 #pragma unroll
         for (int i = 0; i < kQueries / 8; ++i) {
           const float2 two = LoadShared<float2>(lse + 32 * i);
@@ -419,6 +433,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
         const int stage = steps % kStages;
         const uint32_t parity = steps / kStages & 1;
         if (!kHalf || group == 0) {
+          if constexpr (decltype(masked)::value && !Tile::kGeneral) find_range(block);
           shared.QueriesFull(stage).Wait(parity);
           if constexpr (decltype(masked)::value || Tile::kGeneral) {
             if (const int seeing = tile[kBandQueries] - block * kQueries; p.query_lengths && seeing < kQueries) {
@@ -439,7 +454,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
             hopper::WaitProducts<0>();
             hopper::Settle(scores);
             hopper::Settle(dscores);
-            const GeneralGradients<T, kQueries> general(p, tile.band(p), tile[kBatch],
+            const GeneralGradients<T, kQueries> general(p, arguments.sums.reach, tile.band(p), tile[kBatch],
                                                         tile[kKeyHead] * p.group() + member, own_key());
             general.Finish(scores, dscores, rounded, drounded, block * kQueries + column,
                            shared.Lse(stage) + column * 4, shared.Delta(stage) + column * 4,
@@ -447,7 +462,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
           } else if constexpr (Tile::kLateValues) {
             hopper::WaitProducts<1>();
             hopper::Settle(scores);
-            probabilities(block, masked);
+            probabilities(masked);
             hopper::WaitProducts<0>();
             hopper::Settle(dscores);
             gradients();
@@ -455,7 +470,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
           } else {
             hopper::WaitProducts<1>();
             hopper::Settle(scores);
-            probabilities(block, masked);
+            probabilities(masked);
             Round<T>(rounded, scores);
             add_values();
             hopper::WaitProducts<1>();
@@ -463,6 +478,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
             gradients();
           }
           if constexpr (!Tile::kGeneral) Round<T>(drounded, dscores);
+          if (!accumulate) await_place(steps + k + 1);  // dV of the tile before has left the place of dS
           StoreRounded(shared.Scores(steps & 1), kKeyChunk, 64 * group, drounded);
           if constexpr (Tile::kLateValues || Tile::kGeneral) add_values();
           hopper::FenceRegisters();
@@ -489,15 +505,14 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
           shared.QueriesEmpty(stage).Arrive();
           shared.CotangentsEmpty(stage).Arrive();
         }
-        const int buffer = steps % Tile::kStaging;
-        shared.PartEmpty(group, buffer).Wait((steps / Tile::kStaging & 1) ^ 1);
-        const uint32_t part = shared.Part(group, buffer) + threadIdx.x % kWarpgroup * 16;
+        await_place(steps + k);
+        const uint32_t part = shared.Part(group, part_buffer()) + threadIdx.x % kWarpgroup * 16;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
           StoreShared(part + i * kWarpgroup * 16, float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]});
         hopper::FenceSharedForCopies();
         __syncwarp();
-        if (lead) shared.PartFull(group, buffer).Arrive();
+        if (lead) shared.PartFull(group, part_buffer()).Arrive();
         ++steps;
       };
       [[maybe_unused]] constexpr std::true_type kYes;
@@ -520,24 +535,22 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
 #pragma unroll
       for (int i = 0; i < kDepth / 2; ++i) dk[i] = dv[i] = 0;
     }
-    hopper::NamedSync(kBoth, 2 * kWarpgroup);  // nobody reads keys or values any more, whose places the results take
+    // Keys and values may be overwritten: the next ones are on their way while these results leave.
+    if (!accumulate) hopper::FenceSharedForCopies();  // as steps do
+    __syncwarp();
+    if (lead) shared.KeysEmpty().Arrive();
+    hopper::NamedSync(kBoth, 2 * kWarpgroup);  // nobody reads dS any more, whose place dV takes
     uint32_t result[kDepth / 4];
     Round<T>(result, dv);
-    StoreRounded(shared.Values(), kKeyChunk, 64 * group, result);
+    StoreRounded(shared.Scores(0), Tile::kScoreBytes, 64 * group, result);
 #pragma unroll
     for (int i = 0; i < kDepth / 2; ++i) dk[i] *= p.scale;
     Round<T>(result, dk);
-    StoreRounded(shared.Keys(), kKeyChunk, 64 * group, result);
+    await_place(steps + k);
+    StoreRounded(shared.Part(group, part_buffer()), kChunk<64>, 0, result);
     hopper::FenceSharedForCopies();
-    hopper::NamedSync(kBoth, 2 * kWarpgroup);
-    if (threadIdx.x == kWarpgroup) {
-      const int key = tile[kFirstKey], head = tile[kKeyHead], batch = tile[kBatch];
-      StoreTile<kKeys, kDepth>(arguments.dv, shared.Values(), key, head, batch);
-      StoreTile<kKeys, kDepth>(arguments.dk, shared.Keys(), key, head, batch);
-      hopper::CommitStores();
-      hopper::WaitStoresRead<0>();
-      shared.KeysEmpty().Arrive();
-    }
+    __syncwarp();
+    if (lead) shared.PartFull(group, part_buffer()).Arrive();
   });
 }
 
@@ -545,10 +558,18 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     AttentionBackward(const __grid_constant__ BackwardArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ uint8_t dynamic[];
-  const BackwardShared<Tile> shared = {(SharedAddress(dynamic) + 1023) & ~1023u};
+  if (!arguments.sums.reach.IsFor(Tile::kGeneral)) return;
+  extern __shared__ __align__(1024) uint8_t aligned[];  // it is the block's only shared memory
+  const BackwardShared<Tile> shared = {SharedAddress(aligned)};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (threadIdx.x == 0) shared.Initialize();
+  if (threadIdx.x == 0) {
+    if (shared.base % 1024 != 0) __trap();
+    hopper::Prefetch(arguments.q);
+    hopper::Prefetch(arguments.dout);
+    hopper::Prefetch(arguments.k);
+    hopper::Prefetch(arguments.v);
+    shared.Initialize();
+  }
   __syncthreads();
   if (warp < 4) {
     hopper::ReleaseRegisters<Tile::kLoaderRegisters>();

@@ -19,19 +19,19 @@ struct BackwardSums {
   float* statistics;
   float* dq;               // [batches, heads, blocks, 2, kPartFloats], in the order of the warpgroups' fragments
   int32_t* turns;          // [batches, heads, blocks, 2]: how many blocks of keys have been added; 0 at first
-  int32_t* tickets;        // [1]: the next one
+  int32_t* tickets;        // [2]: the next one, and the reach's `gaps`
   int block_size, blocks;  // queries of a block, and blocks of a head
   bool descending;         // the blocks' order: from the last to the first
-  const Span* segments;    // as PlanSegments writes them: of each batch and block of queries; null: no segments
+  Reach reach;
 
-  // The blocks of keys that add to a block of queries.
+  // The blocks of keys that add to a block of queries. head: its key head (a reach is of batches, or each is a group).
   template <int kKeys, int kQueries>
-  __device__ Span KeyBlocksOf(const Band& band, int batch, int block) const {
+  __device__ Span KeyBlocksOf(const Band& band, int batch, int head, int block) const {
     Span span = band.KeyBlocks<kKeys>(block * kQueries, kQueries);
-    if (segments) {
-      const Span seen = segments[int64_t{batch} * blocks + block];
-      span.first = max(span.first, seen.first);
-      span.last = min(span.last, seen.last);
+    if (reach.query_blocks) {
+      const int2 seen = reach.query_blocks[reach.Line(batch, head) * blocks + block];
+      span.first = max(span.first, seen.x);
+      span.last = min(span.last, seen.y);
     }
     return span;
   }
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kPreparationThreads)
   const int64_t heads = int64_t{p.batches} * p.heads, line = thread / kPreparationLanes,
                 turns = heads * sums.blocks * 2;
   if (thread < turns) sums.turns[thread] = 0;
-  if (thread == 0) *sums.tickets = 0;
+  if (thread == 0) sums.tickets[0] = sums.tickets[1] = 0;
   const int padded = sums.blocks * sums.block_size;  // a multiple of 64: whole warps leave
   if (line >= heads * padded) return;
   const int lane = threadIdx.x % kPreparationLanes, head_of_all = static_cast<int>(line / padded);
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   constexpr int kKeys = 128, kQueries = QueriesAtOnce(kDepth);
   const int head_of_all = blockIdx.x / sums.blocks, block = blockIdx.x - head_of_all * sums.blocks;
   const int batch = head_of_all / p.heads, head = head_of_all - batch * p.heads;
-  const bool seeing = !sums.KeyBlocksOf<kKeys, kQueries>(Band(p, batch), batch, block).empty();
+  const bool seeing = !sums.KeyBlocksOf<kKeys, kQueries>(Band(p, batch), batch, head / p.group(), block).empty();
   const int eight = threadIdx.x % 8, quad = threadIdx.x / 8 % 32, part = threadIdx.x / 256;
   const int row = block * kQueries + (kDepth == 128 ? 0 : part * 64) + quad / 8 * 16 + quad % 8;
   const int column = (kDepth == 128 ? part * 64 : 0) + eight * 8;

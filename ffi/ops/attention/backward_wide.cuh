@@ -37,9 +37,9 @@ struct WideArguments {
   CUtensorMap step_k, step_v;  // in boxes of kStepKeys rows
   CUtensorMap dq, dk, dv;
   Problem problem;
-  const float* statistics;                    // as in BackwardSums
-  int query_blocks, key_blocks;               // of 64, of a head
-  const Span *key_segments, *query_segments;  // of each batch and 64 keys or queries; null: no segments
+  Reach reach;
+  const float* statistics;       // as in BackwardSums
+  int query_blocks, key_blocks;  // of 64, of a head
 };
 
 // A ring of stages of two tensors, each with a barrier that it is full and one that it is empty.
@@ -78,6 +78,7 @@ struct WidePlace {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __grid_constant__ WideArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if (!arguments.reach.IsFor(Tile::kGeneral)) return;
   using T = typename Tile::T;
   constexpr int kDepth = Tile::kDepth, kStages = Tile::kStages, kQueries = Tile::kQueries, kBytes = Tile::kBlockOf64;
   constexpr int kQuery = 0, kCotangent = 1;  // the ring's tensors
@@ -107,10 +108,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
   const int first_key = at.block * Tile::kKeys;
   const Band band(p, at.batch);
   Span span = band.QueryBlocks<kQueries>(first_key, Tile::kKeys);
-  if constexpr (Tile::kGeneral) {
-    if (arguments.key_segments)
-      span = span.And(arguments.key_segments[int64_t{at.batch} * arguments.key_blocks + at.block]);
-  }
+  const Reach& reach = arguments.reach;
+  const int64_t line = reach.Line(at.batch, at.head);
+  if (reach.of_keys)
+    span = span.And(reach.key_spans[line * arguments.key_blocks + at.block].template Blocks<kQueries>());
   span = span.Ordered();
   if (span.last < span.first) span.last = span.first;
 
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
     if (!second) {
       const bool masked = block < span.whole_first || block >= span.whole_last;
       if constexpr (Tile::kGeneral) {
-        const GeneralGradients<T, kQueries> general(p, band, at.batch, at.head * p.group() + member, key);
+        const GeneralGradients<T, kQueries> general(p, reach, band, at.batch, at.head * p.group() + member, key);
         general.Probabilities(scores, rounded, block * kQueries + column, lse, masked);
       } else {
         const float factor = p.scale * kLog2E;
@@ -194,7 +195,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const int query = block * kQueries + column;
-            const int first = band.FirstSeeing(key + 8 * h, query), last = band.LastSeeing(key + 8 * h, query);
+            int first, last;
+            band.RangeSeeing(key + 8 * h, query, p, reach, line, &first, &last);
 #pragma unroll
             for (int i = 0; i < kQueries / 8; ++i)
 #pragma unroll
@@ -268,6 +270,7 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     WideBackwardQueries(const __grid_constant__ WideArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if (!arguments.reach.IsFor(Tile::kGeneral)) return;
   using T = typename Tile::T;
   constexpr int kDepth = Tile::kDepth, kStages = Tile::kStages, kKeys = Tile::kStepKeys, kBytes = Tile::kBlockOf64;
   constexpr int kKey = 0, kValue = 1;  // the ring's tensors
@@ -290,12 +293,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int tiles = (arguments.query_blocks + 1) / 2;
   const WidePlace at(p.heads, tiles, p.batches, p.right < kLongest);
   const Band band(p, at.batch);
+  const Reach& reach = arguments.reach;
+  const int64_t line = reach.Line(at.batch, at.head);
   const auto visited_by = [&](int block) {
     Span span = band.KeyBlocks<kKeys>(block * 64, 64);
-    if constexpr (Tile::kGeneral) {
-      if (arguments.query_segments && block < arguments.query_blocks)
-        span = span.And(arguments.query_segments[int64_t{at.batch} * arguments.query_blocks + block]);
-    }
+    if (reach.of_queries && block < arguments.query_blocks)
+      span = span.And(reach.query_spans[line * arguments.query_blocks + block].template Blocks<kKeys>());
     return span;
   };
   const Span upper = visited_by(at.block * 2), lower = visited_by(at.block * 2 + 1);
@@ -335,6 +338,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   Span span = group ? lower : upper;
   span.first = first, span.last = last;
   span = span.Ordered();
+  const KeyRange range = band.RangeOf({row, row + 8}, p, reach, line);
   float dq[kDepth / 2], scores[kKeys / 2], dscores[kKeys / 2];
   uint32_t drounded[kKeys / 4];
   float lse[2], delta[2];
@@ -356,6 +360,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #pragma unroll
   for (int i = 0; i < kDepth / 2; ++i) dq[i] = 0;
   const float factor = Tile::kGeneral ? 1 : p.scale * kLog2E;
+  [[maybe_unused]] const Compared compared(p, reach);
   int steps = 0;
   for (int block = last - 1; block >= first; --block, ++steps) {
     const int stage = steps % kStages;
@@ -378,10 +383,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (lead) ring.Empty(kValue, stage).Arrive();
     const bool masked = block < span.whole_first || block >= span.whole_last;
     if constexpr (Tile::kGeneral) {
-      const GeneralScores<T, kKeys> general(p, band, at.batch, {at.head, at.head}, {row, row + 8});
+      const GeneralScores<T, kKeys> general(p, range, at.batch, {at.head, at.head}, {row, row + 8}, compared);
       general.Differentiate(scores, dscores, lse, delta, block * kKeys + column, masked);
     } else {
-      if (masked) band.MaskKeys<kKeys>(scores, {row, row + 8}, block * kKeys + column);
+      if (masked) band.template MaskKeys<kKeys>(scores, range, block * kKeys + column);
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) {
         const float probability = Exp2(fmaf(scores[i], factor, -lse[i / 2 % 2]));

@@ -127,8 +127,9 @@ __global__ void __launch_bounds__(BiasTile::kThreads, 1)
       delta[h] = inside ? from[size] : 0;
     }
     const int row = block * 64 + within;
-    const GeneralScores<T, 64> general(p, band, batch, {head, head}, {row, row + 8});
-    general.BiasGradient(scores, dscores, lse, delta, key_block * 64 + column, masked);
+    const Rows rows = {row, row + 8};
+    const GeneralScores<T, 64> general(p, band.RangeOf(rows, p, {}, 0), batch, {head, head}, rows, Compared(p));
+    general.BiasGradient(scores, dscores, lse, delta, key_block * 64 + column, masked || p.query_segments);
 #pragma unroll
     for (int i = 0; i < 32; ++i) sums[i] += dscores[i];
   });

@@ -105,8 +105,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   hopper::NamedSync(kOwn, kWarpgroup);
   const int row = first_row + warp * 16 + lane / 4;  // and row + 8
   const auto head_of = [=](int row) { return key_head * group + min(row, rows - 1) % group; };
-  const GeneralScores<T, kKeys> general(p, band, batch, {head_of(row), head_of(row + 8)},
-                                        {min(row, rows - 1) / group, min(row + 8, rows - 1) / group});
+  const Rows queries_of = {min(row, rows - 1) / group, min(row + 8, rows - 1) / group};
+  const GeneralScores<T, kKeys> general(p, band.RangeOf(queries_of, p, {}, 0), batch, {head_of(row), head_of(row + 8)},
+                                        queries_of, Compared(p));
   float out[kDepth / 2], scores[kKeys / 2];
   uint32_t probabilities[kKeys / 4];
   RowState state;

@@ -5,7 +5,8 @@
 // computes S = Q K^T from shared memory, the probabilities P = exp(S - maximum so far) in registers, and O += P V with
 // P from registers; sums and O are rescaled as the maximum grows. S of the next block is computed before O of this one,
 // so that exponentials run under a product; and the warpgroups take turns to issue their two products (ping-pong), so
-// that one's exponentials run under the other's products.
+// that one's exponentials run under the other's products. This goes on from tile to tile: the first S of a tile is
+// computed before the last O of the tile before, whose result leaves meanwhile.
 //
 // Blocks are persistent and take tiles of queries from a counter, those of the most keys first; heads whose keys and
 // values fit the L2 cache together are taken together.
@@ -30,12 +31,15 @@ struct ForwardTile {
   static constexpr int kDepth = kDepth_, kGroups = kGroups_, kKeys = kKeys_, kStages = kStages_;
   static constexpr int kQueryBuffers = kQueryBuffers_;
   static constexpr bool kGeneral = kGeneral_;
+  // Where there is room, results have a place of their own; else they take that of the queries.
+  static constexpr bool kHasPlace = kQueryBuffers == 2;
   static constexpr int kRows = 64 * kGroups, kThreads = kWarpgroup * (kGroups + 1);
   // Bytes of a warpgroup's queries, and of a block of keys or of values.
   static constexpr int kQueryBytes = 64 * kDepth * 2, kKeyBytes = kKeys * kDepth * 2;
   static constexpr int kBarriers = 2 * kQueryBuffers * kGroups + 4 * kStages + 4;
+  static constexpr int kQueryPlaces = (kQueryBuffers + kHasPlace) * kGroups;
   static constexpr int kSharedBytes =
-      1024 + kQueryBuffers * kGroups * kQueryBytes + 2 * kStages * kKeyBytes + 8 * kBarriers + 8;
+      1024 + kQueryPlaces * kQueryBytes + 2 * kStages * kKeyBytes + 8 * kBarriers + 16 + 2 * kGroups * 16;
   static_assert(kSharedBytes <= 232448 && kKeys % 16 == 0);
   // Registers a thread: 65,536 in all, in steps of 8.
   static constexpr int kLoaderRegisters = kGroups == 3 ? 32 : kQueryBuffers == 1 ? 40 : 24;
@@ -45,9 +49,9 @@ struct ForwardTile {
 struct ForwardArguments {
   CUtensorMap q, k, v, out;
   Problem problem;
-  int together;          // heads whose tiles are taken together
-  int* counters;         // of tiles, zero; null: a tile a block
-  const Span* segments;  // as PlanSegments writes them: of each batch and 64 queries; null: no segments
+  Reach reach;
+  int together;   // heads whose tiles are taken together
+  int* counters;  // of tiles, zero; null: a tile a block
 };
 
 template <class Tile>
@@ -57,8 +61,9 @@ struct ForwardShared {
   __device__ uint32_t Queries(int buffer, int group) const {
     return base + (buffer * Tile::kGroups + group) * Tile::kQueryBytes;
   }
+  __device__ uint32_t Results(int group) const { return Queries(Tile::kHasPlace ? Tile::kQueryBuffers : 0, group); }
   __device__ uint32_t Keys(int stage) const {
-    return base + Tile::kQueryBuffers * Tile::kGroups * Tile::kQueryBytes + stage * Tile::kKeyBytes;
+    return base + Tile::kQueryPlaces * Tile::kQueryBytes + stage * Tile::kKeyBytes;
   }
   __device__ uint32_t Values(int stage) const { return Keys(Tile::kStages + stage); }
   __device__ Barrier QueriesFull(int buffer, int group) const { return At(buffer * Tile::kGroups + group); }
@@ -73,9 +78,17 @@ struct ForwardShared {
   __device__ Barrier TileKnown(int slot) const { return At(kRing + 4 * Tile::kStages + slot); }
   __device__ Barrier TileRead(int slot) const { return At(kRing + 4 * Tile::kStages + 2 + slot); }
   __device__ uint32_t TileNumber(int slot) const { return At(Tile::kBarriers).address + 4 * slot; }
+  // What the warpgroup's queries see of the keys, in blocks, if there is a reach.
+  __device__ uint32_t TileSpan(int slot, int group) const {
+    return ((At(Tile::kBarriers).address + 23) & ~15u) + (slot * Tile::kGroups + group) * 16;
+  }
 
   __device__ void Initialize() const {
-    for (int i = 0; i < 2 * Tile::kQueryBuffers * Tile::kGroups; ++i) At(i).Initialize(1);
+    constexpr int kQueryBarriers = Tile::kQueryBuffers * Tile::kGroups;
+    for (int i = 0; i < kQueryBarriers; ++i) {
+      At(i).Initialize(1);
+      At(kQueryBarriers + i).Initialize(Tile::kHasPlace ? 4 : 1);
+    }
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       KeysFull(stage).Initialize(1);
       ValuesFull(stage).Initialize(1);
@@ -92,8 +105,7 @@ struct ForwardShared {
  private:
   static constexpr int kRing = 2 * Tile::kQueryBuffers * Tile::kGroups;
   __device__ Barrier At(int index) const {
-    return {base + Tile::kQueryBuffers * Tile::kGroups * Tile::kQueryBytes + 2 * Tile::kStages * Tile::kKeyBytes +
-            8 * index};
+    return {base + Tile::kQueryPlaces * Tile::kQueryBytes + 2 * Tile::kStages * Tile::kKeyBytes + 8 * index};
   }
 };
 
@@ -118,41 +130,20 @@ struct QueryTiles {
     const int row = within / heads, head = first + within - row * heads, batch = head / p.heads;
     return {batch, head - batch * p.heads, (p.right < kLongest ? rows - 1 - row : row) * Tile::kRows};
   }
-  // The key blocks that it visits: at least one, so that there is a result.
-  __device__ Span Visited(const Band& band, const Place& at) const {
-    Span span = band.KeyBlocks<Tile::kKeys>(at.row, Tile::kRows);
-    if constexpr (Tile::kGeneral) {
-      if (arguments.segments) {
-        int first = kLongest, last = 0;
-        for (int row = at.row; row < min(at.row + Tile::kRows, arguments.problem.queries); row += 64) {
-          const Span seen = arguments.segments[SegmentIndex(at.batch, row)];
-          if (seen.empty()) continue;
-          first = min(first, seen.first);
-          last = max(last, seen.last);
-        }
-        span.first = max(span.first, first);
-        span.last = min(span.last, last);
-      }
-    }
-    if (span.empty()) span.first = 0, span.last = 1;
-    return span;
+  // What the 64 queries from `row` on see of the keys, in blocks.
+  __device__ Span SeenBy(const Band& band, const Place& at, int row) const {
+    const Span span = band.KeyBlocks<Tile::kKeys>(row, 64);
+    const Reach& reach = arguments.reach;
+    if (!reach.of_queries || row >= arguments.problem.queries) return span;
+    const int64_t block = reach.Line(at.batch, at.head) * ((arguments.problem.queries + 63) / 64) + row / 64;
+    return span.And(reach.query_spans[block].Blocks<Tile::kKeys>());
   }
-  // The same with what the 64 queries from `row` on see whole.
-  __device__ Span VisitedBy(const Band& band, const Place& at, int row) const {
-    Span span = band.KeyBlocks<Tile::kKeys>(row, 64);
-    if constexpr (Tile::kGeneral) {
-      if (arguments.segments && row < arguments.problem.queries)
-        span = span.And(arguments.segments[SegmentIndex(at.batch, row)]);
-    }
-    const Span visited = Visited(band, at);
-    span.first = visited.first;
-    span.last = visited.last;
+  // Sets the bounds of a warpgroup's span to the blocks that the tile visits: at least one, so that there is a result.
+  static __device__ Span Visiting(Span span, int first, int last) {
+    if (last <= first) first = 0, last = 1;
+    span.first = first;
+    span.last = last;
     return span.Ordered();
-  }
-
- private:
-  __device__ int64_t SegmentIndex(int batch, int row) const {
-    return int64_t{batch} * ((arguments.problem.queries + 63) / 64) + row / 64;
   }
 };
 
@@ -160,16 +151,42 @@ template <class Tile>
 __device__ void LoadForward(const ForwardArguments& arguments, const ForwardShared<Tile>& shared) {
   const Problem& p = arguments.problem;
   const QueryTiles<Tile> tiles(arguments);
-  int stage = 0;
+  int stage = 0, tile = static_cast<int>(blockIdx.x);
   uint32_t parity = 1;
   for (int k = 0;; ++k) {
-    int tile = static_cast<int>(blockIdx.x);
-    if (k > 0) tile = arguments.counters ? static_cast<int>(gridDim.x) + atomicAdd(arguments.counters, 1) : tiles.total;
+    // The next tile's number is long on its way.
+    int next = tiles.total;
+    if (arguments.counters && tile < tiles.total) next = static_cast<int>(gridDim.x) + atomicAdd(arguments.counters, 1);
     shared.TileRead(k & 1).Wait(((k >> 1) & 1) ^ 1);
     StoreShared(shared.TileNumber(k & 1), tile);
-    shared.TileKnown(k & 1).Arrive();
-    if (tile >= tiles.total) break;
+    if (tile >= tiles.total) {
+      shared.TileKnown(k & 1).Arrive();
+      break;
+    }
     const auto at = tiles.At(tile);
+    const Band band(p, at.batch);
+    Span visited;
+    if (arguments.reach.of_queries) {
+      Span spans[Tile::kGroups];
+      visited = {kLongest, 0, 0, 0};
+#pragma unroll
+      for (int group = 0; group < Tile::kGroups; ++group) {
+        spans[group] = tiles.SeenBy(band, at, at.row + 64 * group);
+        if (spans[group].empty()) continue;
+        visited.first = min(visited.first, spans[group].first);
+        visited.last = max(visited.last, spans[group].last);
+      }
+#pragma unroll
+      for (int group = 0; group < Tile::kGroups; ++group) {
+        visited = tiles.Visiting(spans[group], visited.first, visited.last);
+        StoreShared(shared.TileSpan(k & 1, group),
+                    int4{visited.first, visited.last, visited.whole_first, visited.whole_last});
+      }
+    } else {
+      visited = band.KeyBlocks<Tile::kKeys>(at.row, Tile::kRows);
+      visited = tiles.Visiting(visited, visited.first, visited.last);
+    }
+    shared.TileKnown(k & 1).Arrive();
     const int key_head = at.head / p.group(), buffer = k % Tile::kQueryBuffers;
     for (int group = 0; group < Tile::kGroups; ++group) {
       shared.QueriesEmpty(buffer, group).Wait(((k / Tile::kQueryBuffers) & 1) ^ 1);
@@ -178,8 +195,7 @@ __device__ void LoadForward(const ForwardArguments& arguments, const ForwardShar
       LoadTile<64, Tile::kDepth>(shared.Queries(buffer, group), arguments.q, full, at.row + 64 * group, at.head,
                                  at.batch);
     }
-    const Span span = tiles.Visited(Band(p, at.batch), at);
-    for (int block = span.last - 1; block >= span.first; --block) {
+    for (int block = visited.last - 1; block >= visited.first; --block) {
       const auto load = [&](const CUtensorMap& map, uint32_t target, Barrier full, Barrier empty) {
         empty.Wait(parity);
         full.ArriveAndExpect(Tile::kKeyBytes);
@@ -189,6 +205,7 @@ __device__ void LoadForward(const ForwardArguments& arguments, const ForwardShar
       load(arguments.v, shared.Values(stage), shared.ValuesFull(stage), shared.ValuesEmpty(stage));
       if (++stage == Tile::kStages) stage = 0, parity ^= 1;
     }
+    tile = next;
   }
 }
 
@@ -196,47 +213,105 @@ template <class Tile>
 __device__ void AttendForward(const ForwardArguments& arguments, const ForwardShared<Tile>& shared, int group) {
   using T = typename Tile::T;
   constexpr int kDepth = Tile::kDepth, kKeys = Tile::kKeys;
+  // Whether a tile's last product and the next one's first make one step.
+  constexpr bool kJoined = !Tile::kGeneral && Tile::kHasPlace;
   const Problem& p = arguments.problem;
   const QueryTiles<Tile> tiles(arguments);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, column = lane % 4 * 2;
   const bool lead = lane == 0, elected = threadIdx.x % kWarpgroup == 0;
   // General scores come multiplied, so that a bias fits in.
   const float factor = Tile::kGeneral ? 1 : p.scale * kLog2E;
-  float out[kDepth / 2], scores[kKeys / 2];
+  float out[kDepth / 2], scores[kKeys / 2], inverse[2];
   uint32_t probabilities[kKeys / 4];
   RowState state;
-  int stage = 0, pending = -1;  // pending: the query buffer whose results may still be on their way out
-  uint32_t parity = 0;
+  int stage = 0, values_stage = 0, accumulate = 0, previous = -1;  // previous: the tile before, if it is not finished
+  uint32_t parity = 0, values_parity = 0;
   const auto advance = [&] {
     if (++stage == Tile::kStages) stage = 0, parity ^= 1;
   };
   constexpr int kTurn = 1, kGroupSync = 8;  // named barriers
   if (!Tile::kGeneral && group == Tile::kGroups - 1)
     hopper::NamedArrive(kTurn, 2 * kWarpgroup);  // the first turn is warpgroup 0's
+  const auto issue_out = [&] {
+    MultiplyRows<T, kDepth, kKeys>(out, probabilities, shared.Values(values_stage), kChunk<kKeys>, accumulate);
+    hopper::CommitProducts();
+  };
+  const auto await_out = [&] {
+    hopper::WaitProducts<0>();
+    hopper::Settle(out);
+    hopper::Settle(probabilities);
+    if (lead) shared.ValuesEmpty(values_stage).Arrive();
+  };
+  // Writes the logsumexp of a tile's rows, and finds what their results are multiplied by.
+  const auto conclude = [&](const auto& at, bool is_tile) {
+    const int row = at.row + 64 * group + warp * 16 + lane / 4, seeing_queries = p.QueriesOf(at.batch);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = OverRow(state.sum[h], [](float a, float b) { return a + b; });
+      const float sink = p.sinks ? p.sinks[at.batch * p.sinks_stride + at.head] * kLog2E : -kInfinity;
+      const RowResult result(state.maximum[h] == -kInfinity ? -kInfinity : state.maximum[h] * factor, sum, sink);
+      const int query = row + 8 * h;
+      const bool seeing = query < seeing_queries;
+      inverse[h] = seeing ? result.inverse : 0;
+      if (lane % 4 == 0 && query < p.queries && is_tile)
+        p.lse[(int64_t{at.batch} * p.heads + at.head) * p.queries + query] = seeing ? result.lse : -kInfinity;
+    }
+  };
+  // Results leave through shared memory; `passed`: all four warps have since the stores before met at a barrier.
+  const auto store = [&](const auto& at) {
+    uint32_t rounded[kDepth / 4];
+#pragma unroll
+    for (int i = 0; i < kDepth / 4; ++i) {
+      const float factor_out = inverse[i % 2];  // 0: the row sees nothing, whatever the values are
+      rounded[i] = factor_out == 0 ? 0 : RoundPair<T>(out[2 * i] * factor_out, out[2 * i + 1] * factor_out);
+    }
+    const uint32_t place = shared.Results(group);
+    if (Tile::kHasPlace && elected) hopper::WaitStoresRead<0>();  // of the tile before
+    hopper::NamedSync(kGroupSync + group,
+                      kWarpgroup);  // without a place: all four warps' products have read the queries
+    StoreRounded(place, kChunk<64>, 0, rounded);
+    hopper::FenceSharedForCopies();
+    hopper::NamedSync(kGroupSync + group, kWarpgroup);
+    if (elected) {
+      StoreTile<64, kDepth>(arguments.out, place, at.row + 64 * group, at.head, at.batch);
+      hopper::CommitStores();
+      if (!Tile::kHasPlace) {
+        hopper::WaitStoresRead<0>();
+        shared.QueriesEmpty(0, group).Arrive();
+      }
+    }
+  };
+  if constexpr (kJoined) {  // of the first tile, before which there is none
+    state.Clear();
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) probabilities[i] = 0;
+  }
   for (int k = 0;; ++k) {
     shared.TileKnown(k & 1).Wait((k >> 1) & 1);
     const int tile = LoadShared<int>(shared.TileNumber(k & 1));
-    __syncwarp();
-    if (lead) shared.TileRead(k & 1).Arrive();
     if (tile >= tiles.total) break;
     const auto at = tiles.At(tile);
     const int first_row = at.row + 64 * group, row = first_row + warp * 16 + lane / 4;
     const Band band(p, at.batch);
-    const Span span = tiles.VisitedBy(band, at, first_row);
+    Span span;
+    if (arguments.reach.of_queries) {
+      const int4 four = LoadShared<int4>(shared.TileSpan(k & 1, group));
+      span = {four.x, four.y, four.z, four.w};
+    } else {
+      const Span visited = band.KeyBlocks<kKeys>(at.row, Tile::kRows);
+      span = tiles.Visiting(band.KeyBlocks<kKeys>(first_row, 64), visited.first, visited.last);
+    }
+    __syncwarp();
+    if (lead) shared.TileRead(k & 1).Arrive();
+    const KeyRange range = band.RangeOf({row, row + 8}, p, arguments.reach, arguments.reach.Line(at.batch, at.head));
     const int buffer = k % Tile::kQueryBuffers;
     const uint32_t queries = shared.Queries(buffer, group);
-    [[maybe_unused]] const GeneralScores<T, kKeys> general(p, band, at.batch, {at.head, at.head}, {row, row + 8});
     const auto issue_scores = [&] {
       hopper::FenceRegisters();
       MultiplyDepths<T, kKeys, kDepth>(scores, queries, kChunk<64>, shared.Keys(stage), kChunk<kKeys>);
       hopper::CommitProducts();
     };
     shared.QueriesFull(buffer, group).Wait((k / Tile::kQueryBuffers) & 1);
-    const auto release_results = [&] {
-      if (Tile::kQueryBuffers == 1 || pending < 0 || !elected) return;
-      hopper::WaitStoresRead<0>();
-      shared.QueriesEmpty(pending, group).Arrive();
-    };
     const auto await_scores = [&] {
       hopper::WaitProducts<0>();
       hopper::Settle(scores);
@@ -248,54 +323,75 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
       ClearRows<kKeys, kDepth>(shared.Values(stage), band.keys - block * kKeys);
       hopper::NamedSync(kGroupSync + group, kWarpgroup);
     };
+    const auto release_queries = [&] {
+      if (Tile::kHasPlace && lead) shared.QueriesEmpty(buffer, group).Arrive();
+    };
     if constexpr (Tile::kGeneral) {
+      const GeneralScores<T, kKeys> general(p, range, at.batch, {at.head, at.head}, {row, row + 8},
+                                            {p, arguments.reach});
       // Scores are long on their way: the other warpgroup's products run meanwhile.
 #pragma unroll
       for (int i = 0; i < kDepth / 2; ++i) out[i] = 0;
       state.Clear();
+      accumulate = 1;
       for (int block = span.last - 1; block >= span.first; --block) {
         shared.KeysFull(stage).Wait(parity);
         issue_scores();
-        if (block == span.last - 1) release_results();
         await_scores();
         general.Finish(scores, block * kKeys + column, block < span.whole_first || block >= span.whole_last);
-        state.Update<false>(scores, factor);
+        state.template Update<false>(scores, factor);
         Round<T>(probabilities, scores);
 #pragma unroll
         for (int i = 0; i < kDepth / 2; ++i) out[i] *= state.rescale[i / 2 % 2];
         clear_values(block);
         shared.ValuesFull(stage).Wait(parity);
+        values_stage = stage;
         hopper::FenceRegisters();
-        MultiplyRows<T, kDepth, kKeys>(out, probabilities, shared.Values(stage), kChunk<kKeys>, 1);
-        hopper::CommitProducts();
-        hopper::WaitProducts<0>();
-        hopper::Settle(out);
-        hopper::Settle(probabilities);
-        if (lead) shared.ValuesEmpty(stage).Arrive();
+        issue_out();
+        await_out();
         advance();
       }
+      release_queries();
+      conclude(at, true);
+      store(at);
     } else {
-      shared.KeysFull(stage).Wait(parity);
-      issue_scores();
-      release_results();
-      await_scores();
-      band.MaskKeys<kKeys>(scores, {row, row + 8}, (span.last - 1) * kKeys + column);
-      state.Update<true>(scores, factor);
-      Round<T>(probabilities, scores);
-      clear_values(span.last - 1);
-      int values_stage = stage, accumulate = 0;
-      uint32_t values_parity = parity;
-      advance();
-      const auto issue_out = [&] {
-        MultiplyRows<T, kDepth, kKeys>(out, probabilities, shared.Values(values_stage), kChunk<kKeys>, accumulate);
-        hopper::CommitProducts();
+      const auto after_first = [&] {  // what is known of the first block's scores
+        Round<T>(probabilities, scores);
+        clear_values(span.last - 1);
+        accumulate = 0;
+        values_stage = stage;
+        values_parity = parity;
+        advance();
       };
-      const auto await_out = [&] {
+      shared.KeysFull(stage).Wait(parity);
+      if constexpr (kJoined) {
+        hopper::NamedSync(kTurn + group, 2 * kWarpgroup);
+        issue_scores();
+        if (previous >= 0) shared.ValuesFull(values_stage).Wait(values_parity);
+        issue_out();  // of no tile: of whatever lies there
+        hopper::NamedArrive(kTurn + (group + 1) % Tile::kGroups, 2 * kWarpgroup);
+        const auto before = tiles.At(max(previous, 0));
+        conclude(before, previous >= 0);
+        hopper::WaitProducts<1>();
+        hopper::Settle(scores);
+        if (lead) shared.KeysEmpty(stage).Arrive();
+        band.template MaskKeys<kKeys>(scores, range, (span.last - 1) * kKeys + column);
+        state.template Update<true>(scores, factor);
         hopper::WaitProducts<0>();
         hopper::Settle(out);
         hopper::Settle(probabilities);
-        if (lead) shared.ValuesEmpty(values_stage).Arrive();
-      };
+        if (previous >= 0) {
+          if (lead) shared.ValuesEmpty(values_stage).Arrive();
+          store(before);
+        }
+        previous = tile;
+      } else {
+        issue_scores();
+        await_scores();
+        band.template MaskKeys<kKeys>(scores, range, (span.last - 1) * kKeys + column);
+        state.template Update<true>(scores, factor);
+      }
+      after_first();
       const auto step = [&](int block, auto masked) {
         shared.KeysFull(stage).Wait(parity);
         hopper::NamedSync(kTurn + group, 2 * kWarpgroup);
@@ -306,8 +402,8 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
         hopper::WaitProducts<1>();
         hopper::Settle(scores);
         if (lead) shared.KeysEmpty(stage).Arrive();
-        if constexpr (decltype(masked)::value) band.MaskKeys<kKeys>(scores, {row, row + 8}, block * kKeys + column);
-        state.Update<false>(scores, factor);
+        if constexpr (decltype(masked)::value) band.template MaskKeys<kKeys>(scores, range, block * kKeys + column);
+        state.template Update<false>(scores, factor);
         await_out();
 #pragma unroll
         for (int i = 0; i < kDepth / 2; ++i) out[i] *= state.rescale[i / 2 % 2];
@@ -323,42 +419,27 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
         for (; block >= span.whole_first; --block) step(block, std::false_type());
         if (block < span.first) break;
       }
+      release_queries();
+      if constexpr (!kJoined) {
+        shared.ValuesFull(values_stage).Wait(values_parity);
+        hopper::FenceRegisters();
+        issue_out();
+        await_out();
+        conclude(at, true);
+        store(at);
+      }
+    }
+  }
+  if constexpr (kJoined) {
+    if (previous >= 0) {
       shared.ValuesFull(values_stage).Wait(values_parity);
       hopper::FenceRegisters();
       issue_out();
       await_out();
+      const auto at = tiles.At(previous);
+      conclude(at, true);
+      store(at);
     }
-    float inverse[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float sum = OverRow(state.sum[h], [](float a, float b) { return a + b; });
-      const float sink = p.sinks ? p.sinks[at.batch * p.sinks_stride + at.head] * kLog2E : -kInfinity;
-      const RowResult result(state.maximum[h] == -kInfinity ? -kInfinity : state.maximum[h] * factor, sum, sink);
-      const int query = row + 8 * h;
-      const bool seeing = query < band.queries;
-      inverse[h] = seeing ? result.inverse : 0;
-      if (lane % 4 == 0 && query < p.queries)
-        p.lse[(int64_t{at.batch} * p.heads + at.head) * p.queries + query] = seeing ? result.lse : -kInfinity;
-    }
-    uint32_t rounded[kDepth / 4];
-#pragma unroll
-    for (int i = 0; i < kDepth / 4; ++i) {
-      const float factor_out = inverse[i % 2];  // 0: the row sees nothing, whatever the values are
-      rounded[i] = factor_out == 0 ? 0 : RoundPair<T>(out[2 * i] * factor_out, out[2 * i + 1] * factor_out);
-    }
-    hopper::NamedSync(kGroupSync + group, kWarpgroup);  // all four warps' products have read the queries
-    StoreRounded(queries, kChunk<64>, 0, rounded);      // whose place the results take
-    hopper::FenceSharedForCopies();
-    hopper::NamedSync(kGroupSync + group, kWarpgroup);
-    if (elected) {
-      StoreTile<64, kDepth>(arguments.out, queries, first_row, at.head, at.batch);
-      hopper::CommitStores();
-      if (Tile::kQueryBuffers == 1) {
-        hopper::WaitStoresRead<0>();
-        shared.QueriesEmpty(buffer, group).Arrive();
-      }
-    }
-    pending = buffer;
   }
   if (elected) hopper::WaitStoresRead<0>();
 }
@@ -367,10 +448,16 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     AttentionForward(const __grid_constant__ ForwardArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if (!arguments.reach.IsFor(Tile::kGeneral)) return;
   extern __shared__ uint8_t dynamic[];
   const ForwardShared<Tile> shared = {(SharedAddress(dynamic) + 1023) & ~1023u};
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
-  if (threadIdx.x == 0) shared.Initialize();
+  if (threadIdx.x == 0) {
+    hopper::Prefetch(arguments.q);
+    hopper::Prefetch(arguments.k);
+    hopper::Prefetch(arguments.v);
+    shared.Initialize();
+  }
   __syncthreads();
   if (warpgroup == 0) {
     hopper::ReleaseRegisters<Tile::kLoaderRegisters>();

@@ -31,10 +31,11 @@ __device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrie
 }
 // Stores it, in a group that the caller closes.
 template <int kRows, int kDepth>
-__device__ void StoreTile(const CUtensorMap& map, uint32_t source, int row, int head, int batch) {
+__device__ void StoreTile(const CUtensorMap& map, uint32_t source, int row, int head, int batch,
+                          int chunk_bytes = kChunk<kRows>) {
 #pragma unroll
   for (int chunk = 0; chunk < kDepth / 64; ++chunk)
-    hopper::StoreHeadBox(map, source + chunk * kChunk<kRows>, chunk * 64, row, head, batch);
+    hopper::StoreHeadBox(map, source + chunk * chunk_bytes, chunk * 64, row, head, batch);
 }
 
 // Zeros in the rows of a tile from `row` on, by a warpgroup, which synchronises then; the tensor cores may read them.

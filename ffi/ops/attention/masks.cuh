@@ -18,11 +18,18 @@ struct Rows {
   __device__ int operator[](int h) const { return of[h]; }
 };
 
-// Blocks [first, last), of which [whole_first, whole_last) are seen whole; those before and after are masked.
+// Positions or blocks of them [first, last), of which [whole_first, whole_last) are seen whole; those before and after
+// are masked.
 struct Span {
   int first, last, whole_first, whole_last;
 
   __device__ bool empty() const { return last <= first; }
+  // Of positions: the blocks of them.
+  template <int kPositions>
+  __device__ Span Blocks() const {
+    return {first / kPositions, (last + kPositions - 1) / kPositions, (whole_first + kPositions - 1) / kPositions,
+            whole_last / kPositions};
+  }
   // What both see.
   __device__ Span And(const Span& other) const {
     return {max(first, other.first), min(last, other.last), max(whole_first, other.whole_first),
@@ -34,6 +41,41 @@ struct Span {
     if (s.whole_last <= s.whole_first) s.whole_first = s.whole_last = first;
     return s;
   }
+};
+
+// What segments or a mask leave to be seen, as the kernels of reach.cuh find it: nothing of it lies outside of these
+// ranges. Lines: a batch, or a batch and head.
+struct Reach {
+  int2 *of_queries,
+      *of_keys;  // [lines, queries or keys]: the first and the last position that each sees; null: no reach
+  Span *query_spans, *key_spans;  // [lines, blocks of 64]: of positions
+  // [lines, blocks of the backward pass]: blocks that have something in common, the same from both sides. Both ends
+  // ascend with the blocks.
+  int2 *query_blocks, *key_blocks;
+  int* gaps;  // [1]: whether something within a range is not seen
+  int batch_lines, head_lines;
+  bool decides;  // of two kernels that are launched, one returns at once, as `gaps` says
+
+  __device__ int64_t Line(int batch, int head) const { return int64_t{batch} * batch_lines + head * head_lines; }
+  // Whether a kernel for general scores, or the other one, is the one that runs.
+  __device__ bool IsFor(bool general_kernel) const { return !decides || (*gaps != 0) == general_kernel; }
+};
+
+// What has to be compared within the ranges: where there is a reach, only if it has gaps.
+struct Compared {
+  bool mask, segments;
+
+  // Without a reach.
+  explicit __device__ Compared(const Problem& p) : mask(p.mask.data), segments(p.query_segments) {}
+  __device__ Compared(const Problem& p, const Reach& reach) : Compared(p) {
+    if (reach.of_queries && (mask || segments)) (segments ? segments : mask) = *reach.gaps;
+  }
+};
+
+// The keys that each of a thread's two queries sees: first to last.
+struct KeyRange {
+  int first[2], last[2];
+  bool bounds_left;
 };
 
 // The band of one batch: query i < queries sees the keys j < keys with i - left <= j <= i + right. Queries and keys
@@ -84,22 +126,38 @@ struct Band {
                               : blocks};
   }
 
-  // Masks the scores of this thread's two queries and kKeys keys, of which `key` is its first.
-  template <int kKeys>
-  __device__ __forceinline__ void MaskKeys(float (&scores)[kKeys / 2], Rows queries_of, int key) const {
+  // The keys that two queries see, also by the reach.
+  __device__ KeyRange RangeOf(Rows rows, const Problem& p, const Reach& reach, int64_t line) const {
+    KeyRange range;
+    range.bounds_left = left < kLongest || reach.of_queries;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int last = min(queries_of[h] + right, keys - 1) - key;
+      range.first[h] = rows[h] - left;
+      range.last[h] = min(rows[h] + right, keys - 1);
+      if (reach.of_queries) {
+        const int2 seen = reach.of_queries[line * p.queries + min(rows[h], p.queries - 1)];
+        range.first[h] = max(range.first[h], seen.x);
+        range.last[h] = min(range.last[h], seen.y);
+      }
+    }
+    return range;
+  }
+  // Masks the scores of this thread's two queries and kKeys keys, of which `key` is its first.
+  template <int kKeys>
+  static __device__ __forceinline__ void MaskKeys(float (&scores)[kKeys / 2], const KeyRange& range, int key) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int last = range.last[h] - key;
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
           if (8 * i + j > last) scores[4 * i + 2 * h + j] = -kInfinity;
     }
-    if (left == kLongest) return;  // bounds nothing
+    if (!range.bounds_left) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int first = queries_of[h] - left - key;
+      const int first = range.first[h] - key;
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i)
 #pragma unroll
@@ -110,6 +168,16 @@ struct Band {
   // The first and the last query that see `key`, counted from `query`.
   __device__ int FirstSeeing(int key, int query) const { return key < keys ? key - right - query : kLongest; }
   __device__ int LastSeeing(int key, int query) const { return key + left - query; }
+  // The same by the reach, too; line: of the reach.
+  __device__ void RangeSeeing(int key, int query, const Problem& p, const Reach& reach, int64_t line, int* first,
+                              int* last) const {
+    *first = FirstSeeing(key, query);
+    *last = LastSeeing(key, query);
+    if (!reach.of_keys) return;
+    const int2 seeing = reach.of_keys[line * p.keys + min(key, p.keys - 1)];
+    *first = max(*first, seeing.x - query);
+    *last = min(*last, seeing.y - query);
+  }
 };
 
 }  // namespace jaxops::attention

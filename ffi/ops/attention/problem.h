@@ -43,8 +43,11 @@ struct Problem {
   int sinks_stride;
 
   JAXOPS_HOST_DEVICE int group() const { return heads / key_heads; }
-  // Whether scores need more than `scale`, and masks more than what `left`, `right` and lengths say.
-  bool is_general() const { return soft_cap != 0 || bias.data || mask.data || query_segments || !(scale > 0); }
+  // Whether scores need more than `scale`, and masks more than ranges of positions.
+  bool is_general() const { return soft_cap != 0 || bias.data || !(scale > 0) || (mask.data && !mask_has_reach()); }
+  // Whether ranges of keys and queries are found from the mask: not beside segments, and not of single heads that share
+  // a key head.
+  bool mask_has_reach() const { return mask.data && !query_segments && (!mask.head_stride || group() == 1); }
   JAXOPS_HOST_DEVICE int QueriesOf(int batch) const { return LengthOf(query_lengths, batch, queries); }
   JAXOPS_HOST_DEVICE int KeysOf(int batch) const { return LengthOf(key_lengths, batch, keys); }
 

@@ -63,22 +63,24 @@ struct RowState {
   static __device__ float Offset(float maximum, float factor) { return maximum == -kInfinity ? 0 : maximum * factor; }
 };
 
-// tanh(x) to 2^-22 absolutely.
-__device__ __forceinline__ float Tanh(float x) { return 1 - 2 * __frcp_rn(1 + Exp2(x * (2 * kLog2E))); }
+// tanh(x) to 2^-21 absolutely.
+__device__ __forceinline__ float Tanh(float x) { return 1 - __fdividef(2, 1 + Exp2(x * (2 * kLog2E))); }
 
 // The slower way, of calls with a soft cap, a bias, a mask or segments: 64 rows by kKeys keys, of which this thread has
 // two rows. Scores come out in units of log 2.
 template <class T, int kKeys>
 struct GeneralScores {
   const Problem& p;
-  const Band& band;
+  KeyRange range;
   int batch;
   Rows heads, queries;
+  Compared compared;
 
-  __device__ GeneralScores(const Problem& p, const Band& band, int batch, Rows heads, Rows queries)
-      : p(p), band(band), batch(batch), heads(heads), queries(queries) {}
+  __device__ GeneralScores(const Problem& p, const KeyRange& range, int batch, Rows heads, Rows queries,
+                           const Compared& compared)
+      : p(p), range(range), batch(batch), heads(heads), queries(queries), compared(compared) {}
 
-  // key: this thread's first. masked: some of the keys are not seen by band or segments.
+  // key: this thread's first. masked: some of the keys are not seen by range or segments.
   __device__ __forceinline__ void Finish(float (&scores)[kKeys / 2], int key, bool masked) const {
     if (p.soft_cap != 0) {
       const float factor = p.scale / p.soft_cap, cap = p.soft_cap * kLog2E;
@@ -97,12 +99,12 @@ struct GeneralScores {
         Visit<T>(p.bias, scores, key, add);
       }
     }
-    if (p.mask.data) {
+    if (compared.mask) {
       Visit<uint8_t>(p.mask, scores, key, [](float& score, uint8_t seen) { score = seen & 1 ? score : -kInfinity; });
     }
     if (!masked) return;
-    band.template MaskKeys<kKeys>(scores, queries, key);
-    if (!p.query_segments) return;
+    Band::MaskKeys<kKeys>(scores, range, key);
+    if (!compared.segments) return;
     const int32_t* const keys = p.key_segments + int64_t{batch} * p.keys;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -177,81 +179,142 @@ struct GeneralScores {
 template <class T, int kQueries>
 struct GeneralGradients {
   const Problem& p;
+  const Reach& reach;
   const Band band;
   int batch, head, key;
 
-  __device__ GeneralGradients(const Problem& p, const Band& band, int batch, int head, int key)
-      : p(p), band(band), batch(batch), head(head), key(key) {}
+  __device__ GeneralGradients(const Problem& p, const Reach& reach, const Band& band, int batch, int head, int key)
+      : p(p), reach(reach), band(band), batch(batch), head(head), key(key) {}
 
-  // The probabilities of scores, and the scores' gradients from those of the probabilities, both rounded. query: this
+  // Scores become probabilities, and the gradients of probabilities those of scores; both are rounded, too. query: this
   // thread's first; lse, delta: where the queries' are; masked: as in GeneralScores.
-  __device__ __forceinline__ void Finish(const float (&scores)[kQueries / 2],
-                                         const float (&dprobabilities)[kQueries / 2], uint32_t (&rounded)[kQueries / 4],
-                                         uint32_t (&drounded)[kQueries / 4], int query, uint32_t lse, uint32_t delta,
-                                         bool masked) const {
-    float last_probability = 0, last_gradient = 0;
-    Visit(scores, query, lse, masked, [&](int i, float probability, float slope) __attribute__((always_inline)) {
-      const float offset = LoadShared<float>(delta + (i / 4 * 8 + i % 2) * 4);
-      const float gradient = slope == 0 ? 0 : slope * (dprobabilities[i] - offset);
-      if (i % 2) {
-        rounded[i / 2] = RoundPair<T>(last_probability, probability);
-        drounded[i / 2] = RoundPair<T>(last_gradient, gradient);
+  __device__ __forceinline__ void Finish(float (&scores)[kQueries / 2], float (&dscores)[kQueries / 2],
+                                         uint32_t (&rounded)[kQueries / 4], uint32_t (&drounded)[kQueries / 4],
+                                         int query, uint32_t lse, uint32_t delta, bool masked) const {
+    const Masks masks = MasksOf(query, masked);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float *const s = scores + part * kPart, *const ds = dscores + part * kPart;
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) ds[i] -= LoadShared<float>(At(delta, part, i));
+      if (p.soft_cap != 0) {
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) ds[i] *= Derivative(s[i]);
       }
-      last_probability = probability;
-      last_gradient = gradient;
-    });
+      ToProbabilities(s, part, query, lse, masks);
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) ds[i] = s[i] == 0 ? 0 : s[i] * ds[i];  // of what is not seen, whatever ds is
+#pragma unroll
+      for (int i = 0; i < kPart / 2; ++i) {
+        rounded[part * (kPart / 2) + i] = RoundPair<T>(s[2 * i], s[2 * i + 1]);
+        drounded[part * (kPart / 2) + i] = RoundPair<T>(ds[2 * i], ds[2 * i + 1]);
+      }
+    }
   }
   // The rounded probabilities; in place of the scores their products with the derivative of the soft cap.
   __device__ __forceinline__ void Probabilities(float (&scores)[kQueries / 2], uint32_t (&rounded)[kQueries / 4],
                                                 int query, uint32_t lse, bool masked) const {
-    float last_probability = 0;
-    Visit(scores, query, lse, masked, [&](int i, float probability, float slope) __attribute__((always_inline)) {
-      if (i % 2) rounded[i / 2] = RoundPair<T>(last_probability, probability);
-      last_probability = probability;
-      scores[i] = slope;
-    });
+    const Masks masks = MasksOf(query, masked);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float* const s = scores + part * kPart;
+      float derivative[kPart];
+      if (p.soft_cap != 0) {
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) derivative[i] = Derivative(s[i]);
+      }
+      ToProbabilities(s, part, query, lse, masks);
+#pragma unroll
+      for (int i = 0; i < kPart / 2; ++i) rounded[part * (kPart / 2) + i] = RoundPair<T>(s[2 * i], s[2 * i + 1]);
+      if (p.soft_cap != 0) {
+#pragma unroll
+        for (int i = 0; i < kPart; ++i) s[i] *= derivative[i];
+      }
+    }
   }
 
  private:
-  // Calls use(index, probability, its product with the derivative of the soft cap) for each score; 0, 0 where not seen.
-  template <class Use>
-  __device__ __forceinline__ void Visit(const float (&scores)[kQueries / 2], int query, uint32_t lse, bool masked,
-                                        const Use& use) const {
-    const bool capped = p.soft_cap != 0, by_segment = masked && p.query_segments;
-    const float factor = capped ? p.scale / p.soft_cap : p.scale * kLog2E, cap = p.soft_cap * kLog2E;
-    int own_segment[2] = {};
-    if (by_segment)
-      for (int h = 0; h < 2; ++h)
-        own_segment[h] = p.key_segments[int64_t{batch} * p.keys + min(key + 8 * h, p.keys - 1)];
+  // Scores are worked on by this many at a time, pass by pass: loads between branches would wait for each other, and
+  // those for all of the scores find no registers.
+  static constexpr int kPart = 16, kParts = kQueries / 2 / kPart;
+
+  struct Masks {
+    bool ranges, mask, segments;
+    int first[2], last[2], own_segments[2];  // of this thread's keys
+  };
+  __device__ __forceinline__ Masks MasksOf(int query, bool masked) const {
+    const Compared compared(p, reach);
+    Masks masks = {masked, compared.mask, masked && compared.segments, {}, {}, {}};
 #pragma unroll
-    for (int i = 0; i < kQueries / 8; ++i) {
-      const float2 lse_pair = LoadShared<float2>(lse + 32 * i);
+    for (int h = 0; h < 2; ++h) {
+      if (masked) {
+        band.RangeSeeing(key + 8 * h, query, p, reach, reach.Line(batch, head), &masks.first[h], &masks.last[h]);
+        masks.last[h] = min(masks.last[h], band.queries - 1 - query);
+      }
+      if (masks.segments)
+        masks.own_segments[h] = p.key_segments[int64_t{batch} * p.keys + min(key + 8 * h, p.keys - 1)];
+    }
+    return masks;
+  }
+  // A part's score i is of the thread's query QueryOf(part, i).
+  static __device__ __forceinline__ int QueryOf(int part, int i) { return part * (kPart * 2) + i / 4 * 8 + i % 2; }
+  static __device__ __forceinline__ uint32_t At(uint32_t row, int part, int i) { return row + QueryOf(part, i) * 4; }
+  // Of the soft cap.
+  __device__ __forceinline__ float Derivative(float score) const {
+    const float bounded = Tanh(score * (p.scale / p.soft_cap));
+    return 1 - bounded * bounded;
+  }
+  __device__ __forceinline__ void ToProbabilities(float* scores, int part, int query, uint32_t lse,
+                                                  const Masks& masks) const {
+    if (p.soft_cap != 0) {
+      const float factor = p.scale / p.soft_cap, cap = p.soft_cap * kLog2E;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int h = e / 2, at_query = 8 * i + e % 2;
-        const int row = min(query + at_query, p.queries - 1), column = min(key + 8 * h, p.keys - 1);
-        float score = scores[4 * i + e] * factor, derivative = 1;
-        if (capped) {
-          const float bounded = Tanh(score);
-          score = cap * bounded;
-          derivative = 1 - bounded * bounded;
-        }
-        if (p.bias.data) {
-          const int64_t at = p.bias.Row(batch, head, row) + column;
-          const float bias = p.wide_bias ? static_cast<const float*>(p.bias.data)[at]
-                                         : static_cast<float>(static_cast<const T*>(p.bias.data)[at]);
-          score = fmaf(bias, kLog2E, score);
-        }
-        const float value = Exp2(score - (e % 2 ? lse_pair.y : lse_pair.x));
-        bool seen = true;
-        if (p.mask.data) seen = static_cast<const uint8_t*>(p.mask.data)[p.mask.Row(batch, head, row) + column] & 1;
-        if (masked)
-          seen &= query + at_query < band.queries && at_query >= band.FirstSeeing(key + 8 * h, query) &&
-                  at_query <= band.LastSeeing(key + 8 * h, query);
-        if (by_segment) seen &= p.query_segments[int64_t{batch} * p.queries + row] == own_segment[h];
-        use(4 * i + e, seen ? value : 0, seen ? value * derivative : 0);
+      for (int i = 0; i < kPart; ++i) scores[i] = cap * Tanh(scores[i] * factor);
+    } else {
+      const float factor = p.scale * kLog2E;
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) scores[i] *= factor;
+    }
+    if (p.bias.data) {
+      const auto add = [](float& score, auto value) { score = fmaf(static_cast<float>(value), kLog2E, score); };
+      if (p.wide_bias) {
+        Visit<float>(p.bias, scores, part, query, add);
+      } else {
+        Visit<T>(p.bias, scores, part, query, add);
       }
     }
+    if (masks.mask) {
+      Visit<uint8_t>(p.mask, scores, part, query,
+                     [](float& score, uint8_t seen) { score = seen & 1 ? score : -kInfinity; });
+    }
+    if (masks.ranges) {
+#pragma unroll
+      for (int i = 0; i < kPart; ++i)
+        if (QueryOf(part, i) < masks.first[i / 2 % 2] || QueryOf(part, i) > masks.last[i / 2 % 2])
+          scores[i] = -kInfinity;
+    }
+    if (masks.segments) {
+      const int32_t* const queries = p.query_segments + int64_t{batch} * p.queries;
+#pragma unroll
+      for (int i = 0; i < kPart; ++i)
+        if (queries[min(query + QueryOf(part, i), p.queries - 1)] != masks.own_segments[i / 2 % 2])
+          scores[i] = -kInfinity;
+    }
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) scores[i] = Exp2(scores[i] - LoadShared<float>(At(lse, part, i)));
+  }
+  // Calls use(score, element of `from`) for each score of a part.
+  template <class U, class Use>
+  __device__ __forceinline__ void Visit(const Broadcast& from, float* scores, int part, int query,
+                                        const Use& use) const {
+    const int first = min(key, p.keys - 1), second = min(key + 8, p.keys - 1) - first;
+    const U* const line = static_cast<const U*>(from.data) + from.Row(batch, head, 0) + first;
+    U values[kPart];
+#pragma unroll
+    for (int i = 0; i < kPart; ++i)
+      values[i] = line[min(query + QueryOf(part, i), p.queries - 1) * from.query_stride + (i / 2 % 2 ? second : 0)];
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) use(scores[i], values[i]);
   }
 };
 
