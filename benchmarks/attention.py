@@ -1,7 +1,8 @@
 """Attention against cuDNN's through jax.nn: forward and backward, over lengths, depths, groups, masks, and decoding.
 
 Where jax.nn does not call cuDNN (on the CPU, or for calls that cuDNN refuses), the reference is jax.nn's plain form,
-and the label says so. Rates count the logits that are seen.
+and the label says so. Rates count the logits that are seen. All cases take two or three minutes with `--seconds 0.1`,
+most of it for compilation.
 """
 
 from __future__ import annotations
@@ -117,14 +118,13 @@ def cases(quick: bool) -> Iterator[Case]:
     if quick or harness.backend() == "cpu":
         yield from (Case(1, 256, 2, 64), Case(1, 256, 4, 64, "full", groups=2), Case(1, 256, 2, 64, "packed"))
         return
-    for depth, heads in ((64, 16), (128, 16)):
-        for batch, tokens in ((8, 512), (8, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384), (1, 32768)):
-            for kind in ("causal", "full"):
-                yield Case(batch, tokens, heads, depth, kind)
-    yield from (Case(8, 1024, 12, 64), Case(4, 2048, 32, 128), Case(8, 1000, 16, 64), Case(4, 4097, 16, 128))
-    yield from (Case(4, 4096, 32, 128, kind, groups=8) for kind in ("causal", "full"))
-    yield from (Case(4, 4096, 32, 64, groups=4), Case(2, 1024, 16, 128, "full", keys=8192))
-    yield from (Case(4, 4096, 16, depth) for depth in (72, 80, 96, 192, 256))
+    for depth in (64, 128):
+        for batch, tokens in ((8, 512), (8, 1024), (4, 2048), (4, 4096), (1, 16384)):
+            yield from (Case(batch, tokens, 16, depth, kind) for kind in ("causal", "full"))
+    yield from (Case(1, 32768, 16, 128), Case(8, 1000, 16, 64), Case(4, 4097, 16, 128))
+    yield from (Case(4, 4096, 32, 128, groups=8), Case(4, 4096, 32, 64, groups=4))
+    yield Case(2, 1024, 16, 128, "full", keys=8192)
+    yield from (Case(4, 4096, 16, depth) for depth in (96, 192, 256))
     yield from (Case(4, 4096, 16, depth, kind) for depth in (64, 128) for kind in ("window", "packed", "mask"))
     yield from (Case(4, 2048, 16, 64, "bias"), Case(4, 2048, 16, 128, "bias"))
     for keys in (1024, 8192, 32768, 131072):

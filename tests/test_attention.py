@@ -535,6 +535,20 @@ def test_kernels_of_ranges_and_of_gaps(kind, depth, causal, rng):
 
 
 @on_hopper
+@pytest.mark.parametrize("depth", [64, 128, 192])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 300, 520), (1, 4, 300, 520), (2, 1, 300, 520), (1, 4, 1, 520), (1, 1, 300, 519)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_of_biases(shape, depth, dtype, rng):
+    """The copy engine brings biases of 16 bits whose rows are aligned."""
+    more = {"is_causal": True} if depth == 64 else {"segments": True, "sinks": True} if depth == 128 else {}
+    case = draw(rng, (2, 300, shape[-1], 4, 2, depth), "bfloat16", bias=shape, key_lengths=[shape[-1], 400], **more)
+    case.arrays["bias"] = case.arrays["bias"].astype(dtype)
+    check(case, rng)
+
+
+@on_hopper
 def test_kernels_of_more_documents_than_they_count(rng):
     case = draw(rng, (1, 10000, 10000, 1, 1, 64), "bfloat16", is_causal=True)
     case.arrays["query_segment_ids"] = (np.arange(10000, dtype=np.int32) // 2)[None]

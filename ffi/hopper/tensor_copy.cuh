@@ -107,7 +107,13 @@ __device__ inline void LoadHeadBox(uint32_t target, const CUtensorMap& map, Barr
       "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// The same for both blocks of a cluster of two: to the same place of each one's shared memory, where its bytes count
+// Brings a box into the L2 cache.
+__device__ inline void PrefetchHeadBox(const CUtensorMap& map, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(column), "r"(row),
+               "r"(head), "r"(batch)
+               : "memory");
+}
+// LoadBox for both blocks of a cluster of two: to the same place of each one's shared memory, where its bytes count
 // towards that block's barrier.
 __device__ inline void LoadBoxForPair(uint32_t target, const CUtensorMap& map, Barrier barrier, int column, int row,
                                       int slice) {

@@ -51,6 +51,7 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Gra
                                    attention::DescribeKeys<T>(p, gradients.dk, 64, &arguments.dk),
                                    attention::DescribeKeys<T>(p, gradients.dv, 64, &arguments.dv)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
+  arguments.fetches_bias = Tile::kBiasStages > 0 && attention::DescribeBias<T>(p, Tile::kQueries, &arguments.bias);
   const int64_t key_heads = int64_t{p.batches} * p.key_heads, tiles = key_heads * CeilDiv(p.keys, Tile::kKeys);
   const int64_t query_blocks = int64_t{p.batches} * p.heads * known.sums.blocks;
   if (tiles > attention::kLongest || query_blocks > attention::kLongest) return Invalid(kHandler, "too many tokens");
@@ -154,7 +155,7 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
   const int64_t heads = int64_t{p.batches} * p.heads;
   sums->block_size = attention::QueriesAtOnce(p.depth <= 64 ? 64 : 128);
   sums->blocks = static_cast<int>(CeilDiv(p.queries, sums->block_size));
-  sums->descending = p.right < attention::kLongest;
+  sums->descending = p.right < attention::kLongest || p.mask_has_reach();
   int64_t words = 0;
   const auto take = [&](int64_t count) {
     int32_t* const part = Data<int32_t>(workspace) + words;

@@ -23,15 +23,19 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
                                    attention::DescribeQueries<T>(p, p.out, 64, &arguments.out)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
+  arguments.fetches_bias = Tile::kBiasStages > 0 && attention::DescribeBias<T>(p, 64, &arguments.bias);
   const int64_t heads = int64_t{p.batches} * p.heads, tiles = heads * attention::CeilDiv(p.queries, Tile::kRows);
   if (tiles > std::numeric_limits<int32_t>::max()) return Invalid(kHandler, "too many queries");
   // Measured on an H200: of causal calls, half of whose keys are visited, twice as much fits.
   const double bytes = 4.0 * p.keys * p.depth / p.group();
   arguments.problem = p;
   arguments.reach = reach;
-  arguments.together = attention::HeadsTogether(heads, bytes, p.right < attention::kLongest ? 25e6 : 12.5e6, 1, heads);
   const int blocks = attention::Multiprocessors();
   if (blocks == 0) return Error::Internal("attention_fwd: no device");
+  // Heads of a call whose tiles have equal work are taken one after the other, that loads are spread over the time.
+  arguments.is_skewed = p.right < attention::kLongest || reach.of_queries;
+  const int64_t rows = tiles / heads, most = arguments.is_skewed ? heads : std::max<int64_t>(blocks / rows, 1);
+  arguments.together = attention::HeadsTogether(heads, bytes, arguments.is_skewed ? 25e6 : 12.5e6, 1, most);
   if (tiles > blocks) arguments.counters = counters;
   const Grid grid = {
       .blocks = std::min<int64_t>(tiles, blocks), .threads = Tile::kThreads, .shared_bytes = Tile::kSharedBytes};
@@ -46,23 +50,24 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
 //   128     128 x 128          462   655    738        601    711    738
 //   192     128 x 96                 665
 //   256     128 x 80                 638                      751
-// 192 rows of queries are ahead from 2048 queries on, where tiles are many. At depth 128, tiles of 128 x 176 gain 2 %
-// from 8192 keys on, and lose 9 % in causal calls of 2048. General calls wait for each product; their scores bound
-// them.
+// 192 rows of queries are ahead from 2048 queries on, where tiles are many and see more than a few blocks of keys. At
+// depth 128, tiles of 128 x 176 gain 2 % from 8192 keys on, and lose 9 % in causal calls of 2048. General calls wait
+// for each product; their scores bound them.
 template <class T>
 Error ForwardOf(Device stream, const Problem& p, const attention::Reach& reach, int32_t* counters) {
   const auto launch = [&]<class Tile> { return LaunchForward<Tile>(stream, p, reach, counters); };
   if (p.is_general() || reach.decides) {
     JAXOPS_RETURN_IF_ERROR(p.depth > 128  ? (launch.template operator()<ForwardTile<T, 256, 2, 80, 2, 1, true>>())
-                           : p.depth > 64 ? (launch.template operator()<ForwardTile<T, 128, 2, 128, 2, 2, true>>())
+                           : p.depth > 64 ? (launch.template operator()<ForwardTile<T, 128, 2, 128, 2, 1, true>>())
                                           : (launch.template operator()<ForwardTile<T, 64, 2, 128, 3, 2, true>>()));
     if (p.is_general()) return Error::Success();
   }
   if (p.depth > 192) return launch.template operator()<ForwardTile<T, 256, 2, 80, 2, 1, false>>();
   if (p.depth > 128) return launch.template operator()<ForwardTile<T, 192, 2, 96, 2, 1, false>>();
   if (p.depth > 64) return launch.template operator()<ForwardTile<T, 128, 2, 128, 2, 2, false>>();
-  return p.queries >= 2048 ? launch.template operator()<ForwardTile<T, 64, 3, 128, 3, 2, false>>()
-                           : launch.template operator()<ForwardTile<T, 64, 2, 128, 3, 2, false>>();
+  const bool is_short = p.queries < 2048 || p.left < 2048 || reach.of_queries;
+  return !is_short ? launch.template operator()<ForwardTile<T, 64, 3, 128, 3, 2, false>>()
+                   : launch.template operator()<ForwardTile<T, 64, 2, 128, 3, 2, false>>();
 }
 
 // q, k, v, and those that there are of bias, mask, lengths, segments, sinks and query_offset -> out, lse. A workspace

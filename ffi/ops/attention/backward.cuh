@@ -53,22 +53,24 @@ struct BackwardTile {
   static constexpr bool kSplitsDepth = kDepth == 128;
   // With 128 queries dV's product is issued only when dS is there: fewer registers are live.
   static constexpr bool kLateValues = kDepth == 64;
-  static constexpr int kStaging = 2;  // buffers of dQ, and of dK, a warpgroup
+  static constexpr int kStaging = kGeneral ? 1 : 2;  // buffers of dQ, and of dK, a warpgroup
   static constexpr int kKeyBytes = kKeys * kDepth * 2, kQueryBytes = kQueries * kDepth * 2;
   static constexpr int kScoreBytes = kKeys * kQueries * 2, kPartBytes = kPartFloats * 4;
-  static constexpr int kBarriers = 2 + 4 * kStages + 4 * kStaging + 4;
+  static constexpr int kBiasBytes = kKeys * kQueries * 2, kBiasStages = !kGeneral ? 0 : kDepth == 64 ? 1 : 2;
+  static constexpr int kBarriers = 2 + 4 * kStages + 4 * kStaging + 4 + 2 * kBiasStages;
   static constexpr int kSharedBytes = 2 * kKeyBytes + 2 * kStages * kQueryBytes + 2 * kScoreBytes +
-                                      2 * kStaging * kPartBytes + 2 * kStages * kQueries * 4 + kBarriers * 8 +
-                                      2 * kTileFields * 4;
+                                      2 * kStaging * kPartBytes + kBiasStages * kBiasBytes +
+                                      2 * kStages * kQueries * 4 + kBarriers * 8 + 2 * kTileFields * 4;
   static_assert(kSharedBytes <= 232448 && kDepth / 64 <= 2 && 64 * kDepth * 2 <= kPartBytes);
   static constexpr int kLoaderRegisters = kLateValues ? 40 : 24, kConsumerRegisters = kLateValues ? 232 : 240;
 };
 
 struct BackwardArguments {
-  CUtensorMap q, k, v, dout, dk, dv;  // dk, dv: in boxes of 64 rows
+  CUtensorMap q, k, v, dout, dk, dv, bias;  // dk, dv: in boxes of 64 rows
   Problem problem;
   BackwardSums sums;
-  int together;  // heads whose keys are taken together
+  int together;       // heads whose keys are taken together
+  bool fetches_bias;  // by the copy engine
 };
 
 struct KnownTile {
@@ -97,7 +99,8 @@ struct BackwardShared {
   __device__ uint32_t Part(int group, int buffer) const {
     return Scores(2) + (group * Tile::kStaging + buffer) * Tile::kPartBytes;
   }
-  __device__ uint32_t Lse(int stage) const { return Part(2, 0) + stage * Tile::kQueries * 8; }
+  __device__ uint32_t Bias(int stage) const { return Part(2, 0) + stage * Tile::kBiasBytes; }
+  __device__ uint32_t Lse(int stage) const { return Bias(Tile::kBiasStages) + stage * Tile::kQueries * 8; }
   __device__ uint32_t Delta(int stage) const { return Lse(stage) + Tile::kQueries * 4; }
   __device__ Barrier KeysFull() const { return At(0); }  // and values
   __device__ Barrier KeysEmpty() const { return At(1); }
@@ -112,6 +115,8 @@ struct BackwardShared {
   // The tiles to come, two deep.
   __device__ Barrier TileKnown(int slot) const { return PartFull(4, slot); }
   __device__ Barrier TileRead(int slot) const { return PartFull(4, 2 + slot); }
+  __device__ Barrier BiasFull(int stage) const { return PartFull(4, 4 + stage); }
+  __device__ Barrier BiasEmpty(int stage) const { return BiasFull(Tile::kBiasStages + stage); }
   __device__ uint32_t Slot(int slot) const { return At(Tile::kBarriers).address + slot * kTileFields * 4; }
 
   __device__ void Initialize() const {
@@ -128,6 +133,10 @@ struct BackwardShared {
         PartFull(group, buffer).Initialize(4);
         PartEmpty(group, buffer).Initialize(1);
       }
+    for (int stage = 0; stage < Tile::kBiasStages; ++stage) {
+      BiasFull(stage).Initialize(1);
+      BiasEmpty(stage).Initialize(8);
+    }
     for (int slot = 0; slot < 2; ++slot) {
       TileKnown(slot).Initialize(1);
       TileRead(slot).Initialize(11);  // 8 warps that multiply, 2 that add, the one that loads keys
@@ -254,6 +263,17 @@ __device__ void LoadQueries(const BackwardArguments& arguments, const BackwardSh
         LoadTile<kQueries, kDepth>(shared.Queries(stage), arguments.q, full, block * kQueries, head, batch);
         hopper::LoadBytes(shared.Lse(stage), arguments.sums.statistics + int64_t{line + block} * (2 * kQueries),
                           kQueries * 8, full);
+        if constexpr (Tile::kBiasStages > 0) {
+          if (arguments.fetches_bias) {
+            const int at_stage = steps % Tile::kBiasStages;
+            const Barrier bias_full = shared.BiasFull(at_stage);
+            shared.BiasEmpty(at_stage).Wait((steps / Tile::kBiasStages & 1) ^ 1);
+            bias_full.ArriveAndExpect(Tile::kBiasBytes);
+            LoadTile<kQueries, Tile::kKeys>(shared.Bias(at_stage), arguments.bias, bias_full, block * kQueries,
+                                            p.bias.head_stride ? head : 0, p.bias.batch_stride ? batch : 0,
+                                            tile[kFirstKey]);
+          }
+        }
         shared.CotangentsEmpty(stage).Wait(parity);
         const Barrier cotangents_full = shared.CotangentsFull(stage);
         cotangents_full.ArriveAndExpect(Tile::kQueryBytes);
@@ -271,6 +291,13 @@ __device__ void LoadKeys(const BackwardArguments& arguments, const BackwardShare
     if (threadIdx.x % 32 != 0) return;
     const Barrier full = shared.KeysFull();
     const int key = tile[kFirstKey], head = tile[kKeyHead], batch = tile[kBatch];
+    if (k > 0) {  // those of the tile before are still needed
+#pragma unroll
+      for (int column = 0; column < Tile::kDepth; column += 64) {
+        hopper::PrefetchHeadBox(arguments.k, column, key, head, batch);
+        hopper::PrefetchHeadBox(arguments.v, column, key, head, batch);
+      }
+    }
     shared.KeysEmpty().Wait((k & 1) ^ 1);
     full.ArriveAndExpect(2 * Tile::kKeyBytes);
     LoadTile<Tile::kKeys, Tile::kDepth>(shared.Keys(), arguments.k, full, key, head, batch);
@@ -456,9 +483,17 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
             hopper::Settle(dscores);
             const GeneralGradients<T, kQueries> general(p, arguments.sums.reach, tile.band(p), tile[kBatch],
                                                         tile[kKeyHead] * p.group() + member, own_key());
+            const int at_stage = steps % Tile::kBiasStages;
+            if (arguments.fetches_bias) shared.BiasFull(at_stage).Wait(steps / Tile::kBiasStages & 1);
             general.Finish(scores, dscores, rounded, drounded, block * kQueries + column,
                            shared.Lse(stage) + column * 4, shared.Delta(stage) + column * 4,
-                           block < tile[kWholeFirst + group] || block >= tile[kWholeLast + group]);
+                           block < tile[kWholeFirst + group] || block >= tile[kWholeLast + group],
+                           arguments.fetches_bias ? shared.Bias(at_stage) + group * kQueryChunk : 0);
+            if (arguments.fetches_bias) {
+              hopper::FenceSharedForCopies();  // the reads are before the refill
+              __syncwarp();
+              if (lead) shared.BiasEmpty(at_stage).Arrive();
+            }
           } else if constexpr (Tile::kLateValues) {
             hopper::WaitProducts<1>();
             hopper::Settle(scores);
@@ -478,7 +513,8 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
             gradients();
           }
           if constexpr (!Tile::kGeneral) Round<T>(drounded, dscores);
-          if (!accumulate) await_place(steps + k + 1);  // dV of the tile before has left the place of dS
+          if (!accumulate)
+            await_place(steps + k - 1 + Tile::kStaging);  // dV of the tile before has left the place of dS
           StoreRounded(shared.Scores(steps & 1), kKeyChunk, 64 * group, drounded);
           if constexpr (Tile::kLateValues || Tile::kGeneral) add_values();
           hopper::FenceRegisters();

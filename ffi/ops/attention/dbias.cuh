@@ -27,7 +27,8 @@ struct BiasArguments {
 };
 
 struct BiasTile {
-  static constexpr int kStages = 6, kThreads = kWarpgroup + 32, kTileBytes = 64 * hopper::kBoxRowBytes;
+  static constexpr int kStages = 2, kResident = 3;  // several blocks a multiprocessor wait for each other's loads
+  static constexpr int kThreads = kWarpgroup + 32, kTileBytes = 64 * hopper::kBoxRowBytes;
   static constexpr int kSharedBytes = 1024 + 4 * kStages * kTileBytes + 2 * kStages * 8;
 };
 
@@ -50,7 +51,7 @@ __device__ void ForEachBiasTerm(const BiasArguments& arguments, int key_block, i
 }
 
 template <class T>
-__global__ void __launch_bounds__(BiasTile::kThreads, 1)
+__global__ void __launch_bounds__(BiasTile::kThreads, BiasTile::kResident)
     AttentionBiasGradient(const __grid_constant__ BiasArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kStages = BiasTile::kStages, kBytes = BiasTile::kTileBytes;

@@ -22,12 +22,13 @@ inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 template <int kRows>
 inline constexpr int kChunk = kRows * hopper::kBoxRowBytes;
 
-// Loads kRows rows of a head, from `row` on, into a tile.
+// Loads kRows rows of a head, from `row` on, into a tile, of kDepth columns from `column` on.
 template <int kRows, int kDepth>
-__device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrier, int row, int head, int batch) {
+__device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrier, int row, int head, int batch,
+                         int column = 0) {
 #pragma unroll
   for (int chunk = 0; chunk < kDepth / 64; ++chunk)
-    hopper::LoadHeadBox(target + chunk * kChunk<kRows>, map, barrier, chunk * 64, row, head, batch);
+    hopper::LoadHeadBox(target + chunk * kChunk<kRows>, map, barrier, column + chunk * 64, row, head, batch);
 }
 // Stores it, in a group that the caller closes.
 template <int kRows, int kDepth>
@@ -110,6 +111,21 @@ __device__ __forceinline__ void StoreRounded(uint32_t tile, int chunk_bytes, int
                  "r"(rounded[4 * step + 3])
                  : "memory");
   }
+}
+
+// Four blocks of 8 x 8 elements, transposed; row: the address of a row of 16 bytes, of this lane's of the 32.
+__device__ __forceinline__ void LoadTransposed(uint32_t (&blocks)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(blocks[0]), "=r"(blocks[1]), "=r"(blocks[2]), "=r"(blocks[3])
+               : "r"(row)
+               : "memory");
+}
+// One of the two elements in a word, as a float.
+template <class T>
+__device__ __forceinline__ float Element(uint32_t word, int index) {
+  Pack<T, 2> pair;
+  pair.words[0] = word;
+  return pair.template Widen<float>(index);
 }
 
 __device__ inline float Exp2(float x) {

@@ -36,6 +36,18 @@ cudaError_t DescribeKeys(const Problem& p, const void* data, int box_rows, CUten
   return hopper::Describe(hopper::HeadsView{data, type, p.batches, p.keys, p.key_heads, p.depth, box_rows}, map);
 }
 
+// Whether the copy engine can bring a bias in boxes of box_rows rows and 64 keys; describes it then.
+template <class T>
+bool DescribeBias(const Problem& p, int box_rows, CUtensorMap* map) {
+  if (!p.bias.data || p.wide_bias || p.bias.query_stride == 0 || p.keys % 8 != 0 || !IsAligned(p.bias.data))
+    return false;
+  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const int64_t heads = p.bias.head_stride ? p.heads : 1, batches = p.bias.batch_stride ? p.batches : 1;
+  const int64_t row = int64_t{p.keys} * 2, head = p.queries * row;
+  return hopper::Encode<4>(map, type, p.bias.data, {p.keys, p.queries, heads, batches}, {row, head, heads * head},
+                           {64, box_rows, 1, 1}) == cudaSuccess;
+}
+
 // How many of `heads` heads to take together if `bytes` are read of each and `budget` fit the L2 cache: groups of about
 // equal size, as one head left over would be a long tail.
 inline int HeadsTogether(int64_t heads, double bytes, double budget, int64_t least, int64_t most) {

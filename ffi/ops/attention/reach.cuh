@@ -31,31 +31,47 @@ struct Runs {
 
   // By all threads of a block; count: as many as there are.
   __device__ void Find(const int32_t* given, int positions) {
-    __shared__ int of_warps[kReachThreads / 32];
+    constexpr int kEach = 4, kWarps = kReachThreads / 32;
+    __shared__ int of_warps[kWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto scan = [&](int value) {  // the sum of the lanes' up to this one
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int before = __shfl_up_sync(~0u, value, step);
+        if (lane >= step) value += before;
+      }
+      return value;
+    };
     length = positions;
     count = 0;
     bool ascends = true;
-    for (int base = 0; base < positions; base += kReachThreads) {
-      const int at = base + static_cast<int>(threadIdx.x);
-      bool begins = false;
-      int segment = 0;
-      if (at < positions) {
-        segment = given[at];
-        const int before = at > 0 ? given[at - 1] : 0;
-        begins = at == 0 || before != segment;
-        ascends &= at == 0 || before <= segment;
+    for (int base = 0; base < positions; base += kReachThreads * kEach) {
+      const int first = base + static_cast<int>(threadIdx.x) * kEach;
+      int segment[kEach + 1], found = 0;  // a bit for each position where a run begins
+#pragma unroll
+      for (int i = 0; i <= kEach; ++i) {
+        const int at = first + i - 1;
+        segment[i] = at >= 0 && at < positions ? given[at] : 0;
       }
-      const unsigned found = __ballot_sync(~0u, begins);
-      if (lane == 0) of_warps[warp] = __popc(found);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int at = first + i;
+        if (at >= positions) continue;
+        if (at == 0 || segment[i] != segment[i + 1]) found |= 1 << i;
+        ascends &= at == 0 || segment[i] <= segment[i + 1];
+      }
+      const int own = __popc(found), up_to = scan(own);
+      if (lane == 31) of_warps[warp] = up_to;
       __syncthreads();
-      int index = count + __popc(found & ((1u << lane) - 1));
-      for (int other = 0; other < kReachThreads / 32; ++other) {
-        const int runs = of_warps[other];
-        count += runs;
-        if (other < warp) index += runs;
+      const int in_warps = scan(of_warps[lane]);
+      int index = count + up_to - own + (warp > 0 ? __shfl_sync(~0u, in_warps, max(warp - 1, 0)) : 0);
+      count += __shfl_sync(~0u, in_warps, kWarps - 1);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (!(found >> i & 1)) continue;
+        if (index < kMostRuns) segments[index] = segment[i + 1], starts[index] = first + i;
+        ++index;
       }
-      if (begins && index < kMostRuns) segments[index] = segment, starts[index] = at;
       __syncthreads();
     }
     ascending = __syncthreads_and(ascends);
@@ -177,25 +193,33 @@ static __global__ void __launch_bounds__(kReachThreads)
   const int rows = p.mask.query_stride ? p.queries : 1;
   const uint8_t* const from = static_cast<const uint8_t*>(p.mask.data) + line * rows * p.keys;
   const bool whole_words = p.keys % 4 == 0 && reinterpret_cast<uintptr_t>(p.mask.data) % 4 == 0;
-  int first[4], last[4], count[4];
+  // Each warp has rows that follow each other; only where a column's bit changes is there anything to do.
+  int first[4], last[4], count[4], begin[4] = {};
   for (int i = 0; i < 4; ++i) first[i] = kLongest, last[i] = -1, count[i] = 0;
-#pragma unroll 8
-  for (int row = threadIdx.x / 32; row < rows; row += kParts) {
-    uint32_t four = 0;
-    if (whole_words) {
-      if (key < p.keys) four = *reinterpret_cast<const uint32_t*>(from + int64_t{row} * p.keys + key);
-    } else {
-      for (int i = 0; i < 4; ++i)
-        if (key + i < p.keys) four |= uint32_t{from[int64_t{row} * p.keys + key + i]} << 8 * i;
-    }
+  const int share = (rows + kParts - 1) / kParts, first_row = threadIdx.x / 32 * share;
+  const int end_row = min(first_row + share, rows);
+  uint32_t before = 0;
+  const auto change = [&](uint32_t four, int row) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (!(four >> 8 * i & 1)) continue;
-      first[i] = min(first[i], row);
-      last[i] = row;
-      ++count[i];
+      const bool is = four >> 8 * i & 1, was = before >> 8 * i & 1;
+      if (is && !was) begin[i] = row, first[i] = min(first[i], row);
+      if (was && !is) last[i] = row - 1, count[i] += row - begin[i];
     }
+    before = four;
+  };
+#pragma unroll 8
+  for (int row = first_row; row < end_row; ++row) {
+    uint32_t four = 0;
+    if (whole_words) {
+      if (key < p.keys) four = *reinterpret_cast<const uint32_t*>(from + int64_t{row} * p.keys + key) & 0x01010101;
+    } else {
+      for (int i = 0; i < 4; ++i)
+        if (key + i < p.keys) four |= uint32_t{from[int64_t{row} * p.keys + key + i] & 1u} << 8 * i;
+    }
+    if (four != before) change(four, row);
   }
+  if (before) change(0, end_row);
   __shared__ int firsts[kColumns], lasts[kColumns], counts[kColumns];
   if (threadIdx.x < kColumns) firsts[threadIdx.x] = kLongest, lasts[threadIdx.x] = -1, counts[threadIdx.x] = 0;
   __syncthreads();

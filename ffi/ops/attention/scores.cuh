@@ -80,8 +80,9 @@ struct GeneralScores {
                            const Compared& compared)
       : p(p), range(range), batch(batch), heads(heads), queries(queries), compared(compared) {}
 
-  // key: this thread's first. masked: some of the keys are not seen by range or segments.
-  __device__ __forceinline__ void Finish(float (&scores)[kKeys / 2], int key, bool masked) const {
+  // key: this thread's first. masked: some of the keys are not seen by range or segments. bias: the tile of 64 rows, if
+  // it is in shared memory.
+  __device__ __forceinline__ void Finish(float (&scores)[kKeys / 2], int key, bool masked, uint32_t bias = 0) const {
     if (p.soft_cap != 0) {
       const float factor = p.scale / p.soft_cap, cap = p.soft_cap * kLog2E;
 #pragma unroll
@@ -91,7 +92,22 @@ struct GeneralScores {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores[i] *= factor;
     }
-    if (p.bias.data) {
+    if (bias) {
+      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+      const uint32_t line = bias + (warp * 16 + lane / 4) * hopper::kBoxRowBytes + lane % 4 * 4;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t two = LoadShared<uint32_t>(line + i / 8 * kChunk<64> + h * 8 * hopper::kBoxRowBytes +
+                                                    ((i % 8) ^ (lane / 4)) * 16);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            float& score = scores[4 * i + 2 * h + j];
+            score = fmaf(Element<T>(two, j), kLog2E, score);
+          }
+        }
+    } else if (p.bias.data) {
       const auto add = [](float& score, auto value) { score = fmaf(static_cast<float>(value), kLog2E, score); };
       if (p.wide_bias) {
         Visit<float>(p.bias, scores, key, add);
@@ -187,10 +203,10 @@ struct GeneralGradients {
       : p(p), reach(reach), band(band), batch(batch), head(head), key(key) {}
 
   // Scores become probabilities, and the gradients of probabilities those of scores; both are rounded, too. query: this
-  // thread's first; lse, delta: where the queries' are; masked: as in GeneralScores.
+  // thread's first; lse, delta: where the queries' are; masked, bias: as in GeneralScores, of all queries and 64 keys.
   __device__ __forceinline__ void Finish(float (&scores)[kQueries / 2], float (&dscores)[kQueries / 2],
                                          uint32_t (&rounded)[kQueries / 4], uint32_t (&drounded)[kQueries / 4],
-                                         int query, uint32_t lse, uint32_t delta, bool masked) const {
+                                         int query, uint32_t lse, uint32_t delta, bool masked, uint32_t bias) const {
     const Masks masks = MasksOf(query, masked);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -201,7 +217,7 @@ struct GeneralGradients {
 #pragma unroll
         for (int i = 0; i < kPart; ++i) ds[i] *= Derivative(s[i]);
       }
-      ToProbabilities(s, part, query, lse, masks);
+      ToProbabilities(s, part, query, lse, masks, bias);
 #pragma unroll
       for (int i = 0; i < kPart; ++i) ds[i] = s[i] == 0 ? 0 : s[i] * ds[i];  // of what is not seen, whatever ds is
 #pragma unroll
@@ -223,7 +239,7 @@ struct GeneralGradients {
 #pragma unroll
         for (int i = 0; i < kPart; ++i) derivative[i] = Derivative(s[i]);
       }
-      ToProbabilities(s, part, query, lse, masks);
+      ToProbabilities(s, part, query, lse, masks, 0);
 #pragma unroll
       for (int i = 0; i < kPart / 2; ++i) rounded[part * (kPart / 2) + i] = RoundPair<T>(s[2 * i], s[2 * i + 1]);
       if (p.soft_cap != 0) {
@@ -264,8 +280,8 @@ struct GeneralGradients {
     const float bounded = Tanh(score * (p.scale / p.soft_cap));
     return 1 - bounded * bounded;
   }
-  __device__ __forceinline__ void ToProbabilities(float* scores, int part, int query, uint32_t lse,
-                                                  const Masks& masks) const {
+  __device__ __forceinline__ void ToProbabilities(float* scores, int part, int query, uint32_t lse, const Masks& masks,
+                                                  uint32_t bias) const {
     if (p.soft_cap != 0) {
       const float factor = p.scale / p.soft_cap, cap = p.soft_cap * kLog2E;
 #pragma unroll
@@ -275,7 +291,21 @@ struct GeneralGradients {
 #pragma unroll
       for (int i = 0; i < kPart; ++i) scores[i] *= factor;
     }
-    if (p.bias.data) {
+    if (bias) {
+      // Of 8 queries by 8 keys: of two times 8 queries those of `key` and of key + 8.
+      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, eight = 2 * warp + lane / 8 % 2;
+      const uint32_t line = bias + (lane / 16 * 8 + lane % 8) * hopper::kBoxRowBytes + (eight ^ (lane % 8)) * 16;
+#pragma unroll
+      for (int pair = 0; pair < kPart / 8; ++pair) {
+        uint32_t blocks[4];
+        LoadTransposed(blocks, line + (part * (kPart * 2) + pair * 16) * hopper::kBoxRowBytes);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& score = scores[pair * 8 + i];
+          score = fmaf(Element<T>(blocks[i / 2], i % 2), kLog2E, score);
+        }
+      }
+    } else if (p.bias.data) {
       const auto add = [](float& score, auto value) { score = fmaf(static_cast<float>(value), kLog2E, score); };
       if (p.wide_bias) {
         Visit<float>(p.bias, scores, part, query, add);
