@@ -26,11 +26,12 @@ struct TensorView {
   int box_rows;
 };
 
-// [batches, rows, heads, columns] of 16-bit elements, dense, copied in boxes of box_rows rows of one head by 128 bytes.
+// [batches, rows, heads, columns] of 16-bit elements, dense except that heads lie head_stride elements apart, copied in
+// boxes of box_rows rows of one head by 128 bytes.
 struct HeadsView {
   const void* data;
   CUtensorMapDataType type;
-  int64_t batches, rows, heads, columns;
+  int64_t batches, rows, heads, columns, head_stride;
   int box_rows;
 };
 
@@ -72,7 +73,7 @@ inline cudaError_t Describe(const TensorView& view, CUtensorMap* map) {
                    {kBoxRowBytes / view.element_bytes, view.box_rows, 1});
 }
 inline cudaError_t Describe(const HeadsView& view, CUtensorMap* map) {
-  const int64_t head = view.columns * 2, row = view.heads * head;
+  const int64_t head = view.head_stride * 2, row = view.heads * head;
   return Encode<4>(map, view.type, view.data, {view.columns, view.rows, view.heads, view.batches},
                    {row, head, view.rows * row}, {kBoxRowBytes / 2, view.box_rows, 1, 1});
 }

@@ -17,7 +17,7 @@ from jaxops import _arguments as arguments
 from jaxops._rows import expand_rank
 from jaxops.ops._attention_plain import WHOLE
 from jaxops.ops._attention_support import why_not as no_attention_kernel
-from jaxops.ops.attention import attention
+from jaxops.ops.attention import attention, note_projections
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.matmul import dot_general, general_product, matmul
 from jaxops.ops.rms_norm import rms_norm
@@ -172,7 +172,9 @@ def contract_together(
     bias = None if biases is None else jnp.stack(biases, axis=-2)
     out = contract(inputs, kernel, bias, axes=(inputs.ndim - 1,), **options)
     # Split instead of indexing: a split's transpose is a concatenation, a slice's transpose pads and adds.
-    return [jnp.squeeze(part, -2) for part in jax.lax.split(out, (1,) * len(kernels), axis=out.ndim - 2)]
+    parts = [jnp.squeeze(part, -2) for part in jax.lax.split(out, (1,) * len(kernels), axis=out.ndim - 2)]
+    note_projections(out, parts)
+    return parts
 
 
 def _heads_first(x: jax.Array) -> jax.Array:

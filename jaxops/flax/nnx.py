@@ -26,6 +26,7 @@ from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
 from jaxops.ops._attention_plain import WHOLE
+from jaxops.ops.attention import projections_noted
 from jaxops.ops.matmul import dot_general
 
 _dot_general = dot_general
@@ -406,11 +407,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         arguments.array("MultiHeadAttention", "inputs_q", inputs_q)
         given = [x for x in (*others, options.get("inputs_k"), options.get("inputs_v")) if x is not None]
         together = options.get("qkv_sharding") is None and all(x is inputs_q for x in given)
-        token = _projections.set(self._project(inputs_q) if together else None)
-        try:
-            return super().__call__(inputs_q, *others, **options)
-        finally:
-            _projections.reset(token)
+        with projections_noted():
+            token = _projections.set(self._project(inputs_q) if together else None)
+            try:
+                return super().__call__(inputs_q, *others, **options)
+            finally:
+                _projections.reset(token)
 
     def _project(self, inputs: jax.Array) -> dict[int, jax.Array]:
         layers = (self.query, self.key, self.value)

@@ -22,7 +22,8 @@ from jaxops.ops import _attention_support as support
 from jaxops.ops._attention_plain import Call, Named
 
 #: The axes of operands and results: batch, queries t, keys s, key heads h, group g (queries' heads of a key head),
-#: depth d, features e. "?": of the axis' size or 1, along which the array is constant (a result: summed).
+#: depth d, features e, n: query, key and value of a joint array. "?": of the axis' size or 1, along which the array is
+#: constant (a result: summed). "joint": query, key and value in one array, behind each other for each head.
 _OPTIONS = {
     "bias": ("b?", "h?", "g?", "t?", "s"),
     "mask": ("b?", "h?", "g?", "t?", "s"),
@@ -34,6 +35,7 @@ _OPTIONS = {
     "query_offset": ("",),
 }
 _MAIN = {
+    "joint": ("b", "t", "h", "n", "d"),
     "query": ("b", "t", "h", "g", "d"),
     "key": ("b", "s", "h", "d"),
     "value": ("b", "s", "h", "e"),
@@ -47,7 +49,10 @@ AXES |= {f"d{name}": AXES[name] for name in (*_MAIN, "bias", "sinks")}
 _ORDER = tuple(AXES)
 
 #: What every device needs whole, whatever else is split.
-_WHOLE = ("s", "d", "e")
+_WHOLE = ("s", "d", "e", "n")
+
+#: What a joint operand stands for, and the gradients.
+_SEPARATE, _GRADIENTS = ("query", "key", "value"), ("dquery", "dkey", "dvalue")
 
 #: The names of the residuals, for policies of jax.checkpoint.
 OUT_NAME, LSE_NAME = "jaxops_attention_out", "jaxops_attention_lse"
@@ -88,7 +93,7 @@ class _AttentionKernel(Kernel):
         def result(name):
             of = name.removeprefix("d")
             shape = x[of].shape if of in x else tuple(sizes[axis] for axis in AXES[name])
-            dtype = x[of].dtype if of in ("query", "key", "value") else x["query"].dtype
+            dtype = next(iter(x.values())).dtype  # of the query
             return ShapedArray(shape, accumulator(dtype) if of in ("lse", "bias") else dtype)
 
         return [result(name) for name in wanted]
@@ -111,13 +116,19 @@ class _AttentionKernel(Kernel):
         )
 
     def plain(self, *operands, names, wanted, call) -> list[jax.Array]:
-        return self._compute(call, dict(zip(names, operands, strict=True)), wanted)
+        if "joint" not in names:
+            return self._compute(call, dict(zip(names, operands, strict=True)), wanted)
+        separated = _separated(dict(zip(names, operands, strict=True)))
+        return _joined(wanted, self._compute(call, separated, _separate_names(wanted)))
 
     def local(self, run, shards, scatter, *operands, names, wanted, call) -> list[jax.Array]:
         """On a part of the queries, whose first one is told at run time; sums over what is split are summed."""
         x = dict(zip(names, operands, strict=True))
         layout = self.layout(*operands, names=names, wanted=wanted, call=call)
-        if over := shards.get("t"):
+        over = shards.get("t")
+        if over and "joint" in x:
+            return self._local_of_joint(run, shards, scatter, x, wanted, call)
+        if over:
             first = lax.axis_index(over) * x["query"].shape[1]
             if "query_lengths" in x:
                 x["query_lengths"] = x["query_lengths"] - first.astype(np.int32)
@@ -130,6 +141,21 @@ class _AttentionKernel(Kernel):
             over = [axis for name, split in shards.items() if name not in axes for axis in split]
             found.append(lax.psum(value, over) if over else value)
         return found
+
+    def _local_of_joint(self, run, shards, scatter, x, wanted, call) -> list[jax.Array]:
+        """The same for a joint operand: of other devices' parts only keys and values are needed."""
+        over = shards["t"]
+        joint = x.pop("joint")
+        rest = lax.all_gather(joint[..., 1:, :], over, axis=1, tiled=True)
+        x |= {"query": joint[..., :1, :], "key": rest[..., 0, :], "value": rest[..., 1, :]}
+        x = {name: x[name] for name in _ORDER if name in x}
+        separate = _separate_names(wanted)
+        out = self.local(run, shards, scatter, *x.values(), names=tuple(x), wanted=tuple(separate), call=call)
+        first = lax.axis_index(over) * joint.shape[1]
+        for i, name in enumerate(separate):
+            if name in ("dkey", "dvalue"):
+                out[i] = lax.dynamic_slice_in_dim(out[i], first, joint.shape[1], 1)
+        return _joined(wanted, out)
 
     def batch(self, operands, dims, *, names, wanted, call):
         """The mapped axis becomes one with the batch; or, if all keys are the same, with the heads of a group."""
@@ -161,7 +187,7 @@ class _AttentionKernel(Kernel):
         """Why a call runs on XLA's operations."""
         if call.xla:
             return "implementation='xla' was asked for"
-        return support.why_not(operands) or support.why_not_here()
+        return support.why_not(_separated_types(operands)) or support.why_not_here()
 
     def is_chosen(self, *operands, names, wanted, call) -> bool:
         return self.why_not(dict(zip(names, operands, strict=True)), call) is None
@@ -174,7 +200,7 @@ class _AttentionKernel(Kernel):
             return 0
         logits = plain.logits_count(call, sizes["t"], sizes["s"])
         depth = sizes["d"] + sizes["e"]
-        products = depth + (depth // 2 * 3 if "dquery" in wanted else 0)
+        products = depth + (depth // 2 * 3 if {"dquery", "djoint"} & {*wanted} else 0)
         return 2 * sizes["b"] * sizes["h"] * sizes["g"] * logits * products
 
     def explain(self, *operands, names, wanted, call) -> str:
@@ -185,6 +211,7 @@ class _AttentionKernel(Kernel):
         said += [f"window={call.window}"] if call.window != (-1, -1) else []
         said += [f"soft_cap={call.soft_cap}"] if call.soft_cap else []
         said += [f"with {name}" for name in names if name in _OPTIONS]
+        said += ["query, key and value in one array"] if "joint" in names else []
         return ", ".join(said)
 
     def jvp(self, primals, tangents, *, names, **params):
@@ -207,7 +234,7 @@ class _AttentionKernel(Kernel):
         x = dict(zip(names, operands, strict=True))
         why = self.why_not(x, call)
         if why is not None:
-            if not call.xla and x["query"].dtype.name in support.DTYPES:
+            if not call.xla and operands[0].dtype.name in support.DTYPES:
                 warn_fallback(self.name, why)
             return self.plain(*operands, names=names, wanted=wanted, call=call)
         given = _for_handlers(x)
@@ -269,13 +296,51 @@ def _for_handlers(x: Named) -> Named:
     """The operands in the handlers' order and shapes."""
     sizes = _sizes(x)
     found = {}
+    if "joint" in x:
+        x = x | dict.fromkeys(_SEPARATE, x["joint"])
     for name in (*_MAIN, "dout", "dlse", *_OPTIONS):
-        if (value := x.get(name)) is None:
+        if name == "joint" or (value := x.get(name)) is None:
             continue
         if name in ("bias", "mask") and value.shape[1:3] not in ((1, 1), (sizes["h"], sizes["g"])):
             value = jnp.broadcast_to(value, (value.shape[0], sizes["h"], sizes["g"], *value.shape[3:]))
-        found[name] = value.reshape(_with_heads(name, value.shape))
+        joint = "joint" in x and name in _SEPARATE
+        found[name] = value if joint else value.reshape(_with_heads(name, value.shape))
     return found
+
+
+def _separated(x: Named) -> Named:
+    """With the parts of a joint operand, and of its tangent, in its place."""
+    found = {}
+    for name, value in x.items():
+        prefix = name.removesuffix("joint")
+        if prefix == name:
+            found[name] = value
+        else:
+            query, key, value = (lax.index_in_dim(value, i, -2, keepdims=False) for i in range(3))
+            found |= {f"{prefix}query": jnp.expand_dims(query, 3), f"{prefix}key": key, f"{prefix}value": value}
+    return found
+
+
+def _separate_names(wanted: Sequence[str]) -> list[str]:
+    """The results of a call with separate operands."""
+    return [n for name in wanted for n in (_GRADIENTS if name == "djoint" else (name,))]
+
+
+def _joined(wanted: Sequence[str], out: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results `_separate_names(wanted)` as `wanted`."""
+    if "djoint" not in wanted:
+        return list(out)
+    query, key, value, *more = out  # the gradients are always first
+    return [jnp.stack([query.reshape(key.shape), key, value], -2), *more]
+
+
+def _separated_types(x: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The types of query and value, which may be parts of a joint operand."""
+    if "joint" not in x:
+        return x
+    b, s, h, _, d = x["joint"].shape
+    dtype = x["joint"].dtype
+    return {"query": jax.ShapeDtypeStruct((b, s, h, 1, d), dtype), "value": jax.ShapeDtypeStruct((b, s, h, d), dtype)}
 
 
 def _reach_lines(given: Named, sizes: Mapping[str, Any]) -> Any:
@@ -292,9 +357,10 @@ def _reach_lines(given: Named, sizes: Mapping[str, Any]) -> Any:
 
 def _sizes(x: Mapping[str, Any]) -> dict[str, Any]:
     """Of the named axes."""
+    x = _separated_types(x)
     b, t, h, g, d = x["query"].shape
     _, s, _, e = x["value"].shape
-    return {"b": b, "t": t, "h": h, "g": g, "s": s, "d": d, "e": e}
+    return {"b": b, "t": t, "h": h, "g": g, "s": s, "d": d, "e": e, "n": 3}
 
 
 def _without(x: Any, dim: int | None) -> ShapedArray:
@@ -326,7 +392,7 @@ class _Forward(_AttentionKernel):
 
     def as_dot_general(self, *operands, names, **_):
         """The product of weights and values, with a batch of every head."""
-        x = dict(zip(names, operands, strict=True))
+        x = _separated_types(dict(zip(names, operands, strict=True)))
         *batch, queries, heads, _ = x["query"].shape
         *_, keys, _, features = x["value"].shape
         weights, value = ((*batch, heads, queries, keys), (*batch, heads, keys, features))
@@ -349,7 +415,7 @@ class _Forward(_AttentionKernel):
 class _Tangent(_AttentionKernel):
     """The tangents of both, linear in those of the operands."""
 
-    linear = frozenset(("dquery", "dkey", "dvalue", "dbias", "dsinks"))
+    linear = frozenset((*_GRADIENTS, "djoint", "dbias", "dsinks"))
 
     def transpose(self, cotangents, *operands, names, wanted, call):
         x, undefined = self._split(operands, names)
@@ -363,7 +429,7 @@ class _Tangent(_AttentionKernel):
         x.pop("sinks", None)  # the logsumexp has them
         if set(undefined) - {"dsinks"}:
             bias = ("dbias",) if "dbias" in undefined else ()
-            found |= _backward(call, x, ("dquery", "dkey", "dvalue", *bias))
+            found |= _backward(call, x, (*(("djoint",) if "joint" in x else _GRADIENTS), *bias))
         if "dbias" in undefined:
             found["dbias"] = found["dbias"].astype(undefined["dbias"].dtype)
         return [found.get(name) if name in undefined else None for name in names]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
 import numbers
 import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +26,38 @@ from jaxops.ops._matmul_kernel import plain_precision, precision_of
 
 _OP = "dot_product_attention"
 
+#: The projections that the running attention layer has computed with one product: the array, and its parts.
+_projections: contextvars.ContextVar[list[tuple[jax.Array, Sequence[jax.Array]]] | None] = contextvars.ContextVar(
+    "jaxops_attention_projections", default=None
+)
+
 #: What computes an attention; None chooses.
 IMPLEMENTATIONS = (None, "jaxops", "cudnn", "xla")
+
+
+@contextlib.contextmanager
+def projections_noted() -> Iterator[None]:
+    """A scope in which attention reads the projections that are noted from where they lie, and does not copy them."""
+    token = _projections.set([])
+    try:
+        yield
+    finally:
+        _projections.reset(token)
+
+
+def note_projections(joint: jax.Array, parts: Sequence[jax.Array]) -> None:
+    """Notes query, key and value, the parts of an array `[batch, tokens, heads, 3, depth]`; without a scope nothing."""
+    noted = _projections.get()
+    if noted is not None and joint.ndim == 5:
+        noted.append((joint, tuple(parts)))
+
+
+def _noted(query: Any, key: Any, value: Any) -> jax.Array | None:
+    """The array whose parts these are, if that was noted."""
+    for joint, parts in _projections.get() or ():
+        if all(x is part for x, part in zip((query, key, value), parts, strict=True)):
+            return joint
+    return None
 
 
 def dot_product_attention(
@@ -137,6 +170,7 @@ def attention(
     if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:
         accepted = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"{_OP}: implementation must be one of {accepted}, got {implementation!r}")
+    joint = _noted(query, key, value)
     is_causal = arguments.flag(_OP, "is_causal", is_causal)
     return_residual = arguments.flag(_OP, "return_residual", return_residual)
     query, key, value = _query_key_value(query, key, value)
@@ -154,7 +188,7 @@ def attention(
         scale = arguments.real_array(_OP, "scale", scale)
         if scale.ndim:
             raise ValueError(f"{_OP}: scale must be a scalar, got shape {scale.shape}")
-        query, scale = (query.astype(wide) * scale.astype(wide)).astype(query.dtype), 1.0
+        query, scale, joint = (query.astype(wide) * scale.astype(wide)).astype(query.dtype), 1.0, None
     window = _window(local_window_size)
     cap = 0.0
     if logits_soft_cap is not None:
@@ -193,7 +227,7 @@ def attention(
         if implementation is None and not return_residual and _prefers_cudnn(call, x, why):
             out, sums = _on_cudnn_or_kernels(call, x), None
         else:
-            out, sums = _on_kernels(call, x)
+            out, sums = _on_kernels(call, x, joint)
     out, sums = (y if batched or y is None else y[0] for y in (out, sums))
     return (out, sums) if return_residual else out
 
@@ -287,15 +321,18 @@ def _grouped(x: Named) -> Named:
     return found
 
 
-def _on_kernels(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
-    """The result and the logsumexp [batch, queries, heads]."""
+def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """The result and the logsumexp [batch, queries, heads]; joint: the array that has query, key and value as parts."""
     batch, queries, heads, _ = x["query"].shape
     keys, features = x["key"].shape[1], x["value"].shape[-1]
     mask, seeing = x["mask"], None
     if mask is not None and mask.shape[-1] != keys:  # which queries see anything
         seeing = jnp.broadcast_to(mask[..., 0], (mask.shape[0], mask.shape[1], mask.shape[2]))
         x = x | {"mask": None}
-    out, sums = kernels.forward(call, _grouped(x), ("out", "lse")).values()
+    given = _grouped(x)
+    if joint is not None and given.keys() == {"query", "key", "value"}:
+        given = {"joint": joint}
+    out, sums = kernels.forward(call, given, ("out", "lse")).values()
     out = out.reshape(batch, queries, heads, features)
     sums = jnp.swapaxes(sums.reshape(batch, heads, queries), 1, 2)
     if seeing is not None:

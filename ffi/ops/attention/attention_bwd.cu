@@ -47,7 +47,7 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Gra
   for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, Tile::kQueries, &arguments.q),
                                    attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
-                                   attention::DescribeQueries<T>(p, known.dout, Tile::kQueries, &arguments.dout),
+                                   attention::DescribeResults<T>(p, known.dout, Tile::kQueries, &arguments.dout),
                                    attention::DescribeKeys<T>(p, gradients.dk, 64, &arguments.dk),
                                    attention::DescribeKeys<T>(p, gradients.dv, 64, &arguments.dv)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
@@ -84,7 +84,7 @@ Error LaunchWideBackward(Device stream, const PreparationArguments& known, const
   arguments.key_blocks = static_cast<int>(CeilDiv(p.keys, Tile::kKeys));
   arguments.reach = known.sums.reach;
   for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, 64, &arguments.q),
-                                   attention::DescribeQueries<T>(p, known.dout, 64, &arguments.dout),
+                                   attention::DescribeResults<T>(p, known.dout, 64, &arguments.dout),
                                    attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
                                    attention::DescribeKeys<T>(p, p.k, Tile::kStepKeys, &arguments.step_k),
@@ -109,7 +109,7 @@ Error LaunchBiasGradient(Device stream, const PreparationArguments& known, float
   attention::BiasArguments arguments = {};
   for (const cudaError_t status :
        {attention::DescribeQueries<T>(p, p.q, 64, &arguments.q),
-        attention::DescribeQueries<T>(p, known.dout, 64, &arguments.dout),
+        attention::DescribeResults<T>(p, known.dout, 64, &arguments.dout),
         attention::DescribeKeys<T>(p, p.k, 64, &arguments.k), attention::DescribeKeys<T>(p, p.v, 64, &arguments.v)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   arguments.problem = p;
@@ -171,17 +171,21 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
   return attention::CheckWorkspace(kHandler, workspace, words);
 }
 
-// q, k, v, out, lse, dout, [dlse], and the options' operands -> dq, dk, dv, [dbias]
+// q, k, v, out, lse, dout, [dlse], and the options' operands -> dq, dk, dv, [dbias]; if q, k and v are one tensor, dq
+// is the gradient of all, and there is neither dk nor dv.
 Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer out, AnyBuffer lse,
-                        AnyBuffer dout, ffi::RemainingArgs rest, BufferResult dq, BufferResult dk, BufferResult dv,
-                        ffi::RemainingRets more, BackwardOptions options) {
-  for (const AnyBuffer& buffer : {q, k, v, out, lse, dout, *dq, *dk, *dv})
-    JAXOPS_RETURN_IF_ERROR(CheckBuffer(kHandler, buffer));
+                        AnyBuffer dout, ffi::RemainingArgs rest, BufferResult dq, ffi::RemainingRets more,
+                        BackwardOptions options) {
+  for (const AnyBuffer& buffer : {q, k, v, out, lse, dout, *dq}) JAXOPS_RETURN_IF_ERROR(CheckBuffer(kHandler, buffer));
   BufferReader<ffi::RemainingArgs> operands(kHandler, rest);
   std::optional<AnyBuffer> dlse;
   if (options.has_dlse) JAXOPS_RETURN_IF_ERROR(operands.Take(&dlse));
   BufferReader<ffi::RemainingRets> results(kHandler, more);
-  std::optional<AnyBuffer> dbias, workspace;
+  std::optional<AnyBuffer> dk = *dq, dv = *dq, dbias, workspace;
+  if (q.dimensions().size() == 4) {
+    JAXOPS_RETURN_IF_ERROR(results.Take(&dk));
+    JAXOPS_RETURN_IF_ERROR(results.Take(&dv));
+  }
   if (options.wants_dbias) JAXOPS_RETURN_IF_ERROR(results.Take(&dbias));
   JAXOPS_RETURN_IF_ERROR(results.Take(&workspace));
   JAXOPS_RETURN_IF_ERROR(results.End());
@@ -192,10 +196,15 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   const DataType type = q.element_type();
   const int64_t batches = p.batches, queries = p.queries, keys = p.keys, heads = p.heads, key_heads = p.key_heads;
   const int64_t depth = p.depth;
-  for (const auto& [name, buffer] : {std::pair("out", out), std::pair("dout", dout), std::pair("dq", *dq)})
+  for (const auto& [name, buffer] : {std::pair("out", out), std::pair("dout", dout)})
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, name, buffer, type, {batches, queries, heads, depth}));
-  for (const auto& [name, buffer] : {std::pair("dk", *dk), std::pair("dv", *dv)})
-    JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, name, buffer, type, {batches, keys, key_heads, depth}));
+  if (p.joint) {
+    JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, 3, depth}));
+  } else {
+    JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, depth}));
+    for (const auto& [name, buffer] : {std::pair("dk", *dk), std::pair("dv", *dv)})
+      JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, name, buffer, type, {batches, keys, key_heads, depth}));
+  }
   JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "lse", lse, DataType::F32, {batches, heads, queries}));
   if (dlse)
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dlse", *dlse, DataType::F32, {batches, heads, queries}));
@@ -213,7 +222,7 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   known.dout = dout.untyped_data();
   known.lse = Data<float>(lse);
   known.dlse = dlse ? Data<float>(*dlse) : nullptr;
-  const Gradients gradients = {dq->untyped_data(), dk->untyped_data(), dv->untyped_data(),
+  const Gradients gradients = {dq->untyped_data(), p.PartOf(dk->untyped_data(), 1), p.PartOf(dv->untyped_data(), 2),
                                dbias ? Data<float>(*dbias) : nullptr};
   return attention::VisitType(kHandler, type, [&]<class T> { return BackwardOf<T>(stream, known, gradients); });
 }
@@ -232,8 +241,6 @@ JAXOPS_HANDLER(attention_bwd, jaxops::AttentionBackward,
                    .Arg<jaxops::AnyBuffer>()
                    .Arg<jaxops::AnyBuffer>()
                    .RemainingArgs()
-                   .Ret<jaxops::AnyBuffer>()
-                   .Ret<jaxops::AnyBuffer>()
                    .Ret<jaxops::AnyBuffer>()
                    .RemainingRets()
                    .Attrs<jaxops::BackwardOptions>());

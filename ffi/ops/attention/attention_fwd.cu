@@ -21,7 +21,7 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
   for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, 64, &arguments.q),
                                    attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
-                                   attention::DescribeQueries<T>(p, p.out, 64, &arguments.out)})
+                                   attention::DescribeResults<T>(p, p.out, 64, &arguments.out)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   arguments.fetches_bias = Tile::kBiasStages > 0 && attention::DescribeBias<T>(p, 64, &arguments.bias);
   const int64_t heads = int64_t{p.batches} * p.heads, tiles = heads * attention::CeilDiv(p.queries, Tile::kRows);

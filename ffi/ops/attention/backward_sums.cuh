@@ -106,11 +106,12 @@ __global__ void __launch_bounds__(kFinishThreads)
 #pragma unroll
     for (int i = 0; i < 4; ++i) values[i] = from[i];
   }
-  T* const to = dq + ((int64_t{batch} * p.queries + row) * p.heads + head) * p.depth + column;
+  const int64_t stride = p.head_stride();
+  T* const to = dq + ((int64_t{batch} * p.queries + row) * p.heads + head) * stride + column;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (row + 8 * h >= p.queries) return;
-    *reinterpret_cast<Pack<T, 8>*>(to + int64_t{8} * h * p.heads * p.depth) = ToPack<T, 8>([&](int i) {
+    *reinterpret_cast<Pack<T, 8>*>(to + 8 * h * p.heads * stride) = ToPack<T, 8>([&](int i) {
       const float4& quad_of = values[i / 2];
       return p.scale * (h ? (i % 2 ? quad_of.w : quad_of.z) : (i % 2 ? quad_of.y : quad_of.x));
     });

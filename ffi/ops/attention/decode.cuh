@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     uint4 value = {};
     if (at < rows && piece * 8 < p.depth) {
       const int64_t line = (int64_t{batch} * p.queries + at / group) * p.heads + key_head * group + at % group;
-      value = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) + line * p.depth + piece * 8);
+      value = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) + line * p.head_stride() + piece * 8);
     }
     StoreShared(queries + piece / 8 * kChunk<64> + row * hopper::kBoxRowBytes + ((piece % 8) ^ (row % 8)) * 16, value);
   }

@@ -24,16 +24,24 @@ Error VisitType(const char* handler, DataType type, const Visit& visit) {
       [=]<class T> { return type == kDataType<T>; }, visit);
 }
 
-// The views of the call's tensors of queries and of keys, in boxes of `box_rows` rows.
+// Views in boxes of `box_rows` rows: of q or dq, of k, v, dk or dv, and of out or dout.
+template <class T>
+cudaError_t DescribeHeads(const Problem& p, const void* data, int rows, int heads, int64_t head_stride, int box_rows,
+                          CUtensorMap* map) {
+  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return hopper::Describe(hopper::HeadsView{data, type, p.batches, rows, heads, p.depth, head_stride, box_rows}, map);
+}
 template <class T>
 cudaError_t DescribeQueries(const Problem& p, const void* data, int box_rows, CUtensorMap* map) {
-  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return hopper::Describe(hopper::HeadsView{data, type, p.batches, p.queries, p.heads, p.depth, box_rows}, map);
+  return DescribeHeads<T>(p, data, p.queries, p.heads, p.head_stride(), box_rows, map);
 }
 template <class T>
 cudaError_t DescribeKeys(const Problem& p, const void* data, int box_rows, CUtensorMap* map) {
-  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return hopper::Describe(hopper::HeadsView{data, type, p.batches, p.keys, p.key_heads, p.depth, box_rows}, map);
+  return DescribeHeads<T>(p, data, p.keys, p.key_heads, p.head_stride(), box_rows, map);
+}
+template <class T>
+cudaError_t DescribeResults(const Problem& p, const void* data, int box_rows, CUtensorMap* map) {
+  return DescribeHeads<T>(p, data, p.queries, p.heads, p.depth, box_rows, map);
 }
 
 // Whether the copy engine can bring a bias in boxes of box_rows rows and 64 keys; describes it then.

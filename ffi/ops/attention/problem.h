@@ -4,9 +4,11 @@
 #define JAXOPS_OPS_ATTENTION_PROBLEM_H_
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <type_traits>
 
 #include "core/handler.h"
 #include "core/row_shape.h"
@@ -30,7 +32,8 @@ struct Broadcast {
 struct Problem {
   int batches, queries, keys, heads, key_heads, depth;
   const void *q, *k, *v;  // [batches, queries or keys, heads or key_heads, depth]
-  void* out;              // as q
+  bool joint;             // q, k and v are one tensor [batches, queries, heads, 3, depth], and so are their gradients
+  void* out;              // [batches, queries, heads, depth]
   float* lse;             // [batches, heads, queries]: log of the sum of a row's exponentials; -inf if it sees nothing
   float scale, soft_cap;  // soft_cap: 0 if there is none
   int left, right;        // query i sees the keys j with i - left <= j <= i + right
@@ -43,6 +46,14 @@ struct Problem {
   int sinks_stride;
 
   JAXOPS_HOST_DEVICE int group() const { return heads / key_heads; }
+  // Elements from a head of q, k or v to the next one.
+  JAXOPS_HOST_DEVICE int head_stride() const { return joint ? 3 * depth : depth; }
+  // Where the part `index` of a tensor of a joint q, k and v begins; else the tensor itself.
+  template <class Pointer>
+  Pointer PartOf(Pointer data, int index) const {
+    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
+    return joint ? static_cast<Byte*>(data) + 2 * index * depth : data;
+  }
   // Whether scores need more than `scale`, and masks more than ranges of positions.
   bool is_general() const { return soft_cap != 0 || bias.data || !(scale > 0) || (mask.data && !mask_has_reach()); }
   // Whether ranges of keys and queries are found from the mask: not beside segments, and not of single heads that share
@@ -108,18 +119,34 @@ inline Error ParseBroadcast(const char* handler, const char* name, const AnyBuff
 
 inline int Clamped(int64_t distance) { return static_cast<int>(std::clamp<int64_t>(distance, -kLongest, kLongest)); }
 
-// q, k, v and the options; reads the operands that the options say there are.
+// q, k, v and the options; reads the operands that the options say there are. The same tensor [batches, queries, heads,
+// 3, depth] thrice: q, k and v are its parts.
 inline Error ParseProblem(const char* handler, const AnyBuffer& q, const AnyBuffer& k, const AnyBuffer& v,
                           const Options& options, BufferReader<ffi::RemainingArgs>* rest, Problem* problem) {
   Problem& p = *problem;
   p = {};
-  const auto of_q = q.dimensions(), of_k = k.dimensions();
   const DataType type = q.element_type();
   if (type != DataType::BF16 && type != DataType::F16) return Invalid(handler, "q must be bf16 or f16");
-  if (of_q.size() != 4 || of_k.size() != 4) return Invalid(handler, "q, k and v must have four axes");
+  p.joint = q.dimensions().size() == 5;
+  if (p.joint) {
+    for (const AnyBuffer& other : {k, v})
+      if (other.untyped_data() != q.untyped_data() || other.dimensions().size() != 5)
+        return Invalid(handler, "q, k and v must be one tensor if q has five axes");
+    if (q.dimensions()[3] != 3)
+      return Invalid(handler, "a joint q, k and v must have shape [batches, queries, heads, 3, depth], got " +
+                                  Describe(q.dimensions()));
+  } else if (q.dimensions().size() != 4 || k.dimensions().size() != 4) {
+    return Invalid(handler, "q, k and v must have four axes");
+  }
+  const auto sizes = [](const AnyBuffer& buffer) {
+    const auto dims = buffer.dimensions();
+    return std::array<int64_t, 4>{dims[0], dims[1], dims[2], dims[dims.size() - 1]};
+  };
+  const std::array<int64_t, 4> of_q = sizes(q), of_k = sizes(k);
   for (const int64_t size : {of_q[0], of_q[1], of_q[2], of_k[1], of_k[2]})
     if (size < 1 || size > kLongest)
-      return Invalid(handler, "sizes must be from 1 to 2^29, got q " + Describe(of_q) + " and k " + Describe(of_k));
+      return Invalid(handler, "sizes must be from 1 to 2^29, got q " + Describe(q.dimensions()) + " and k " +
+                                  Describe(k.dimensions()));
   if (of_q[3] < 8 || of_q[3] > kDeepest || of_q[3] % 8 != 0)
     return Invalid(handler, "the depth must be a multiple of 8 up to 256, got " + std::to_string(of_q[3]));
   if (of_q[2] % of_k[2] != 0)
@@ -130,11 +157,13 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& q, const AnyBuff
   p.depth = static_cast<int>(of_q[3]);
   p.keys = static_cast<int>(of_k[1]);
   p.key_heads = static_cast<int>(of_k[2]);
-  JAXOPS_RETURN_IF_ERROR(CheckShape(handler, "k", k, type, {of_q[0], of_k[1], of_k[2], of_q[3]}));
-  JAXOPS_RETURN_IF_ERROR(CheckShape(handler, "v", v, type, {of_q[0], of_k[1], of_k[2], of_q[3]}));
+  if (!p.joint) {
+    JAXOPS_RETURN_IF_ERROR(CheckShape(handler, "k", k, type, {of_q[0], of_k[1], of_k[2], of_q[3]}));
+    JAXOPS_RETURN_IF_ERROR(CheckShape(handler, "v", v, type, {of_q[0], of_k[1], of_k[2], of_q[3]}));
+  }
   p.q = q.untyped_data();
-  p.k = k.untyped_data();
-  p.v = v.untyped_data();
+  p.k = p.PartOf(k.untyped_data(), 1);
+  p.v = p.PartOf(v.untyped_data(), 2);
   // A window moves along with the diagonal.
   const int64_t offset = options.causal_offset;
   if (options.window_left < -1 || options.window_right < -1 || offset < -kLongest || offset > kLongest)

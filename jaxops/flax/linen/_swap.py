@@ -27,6 +27,7 @@ from jaxops.flax.linen._layers import (
     rms_norm,
     why_no_product,
 )
+from jaxops.ops.attention import projections_noted
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -50,7 +51,8 @@ def _projected_together(layer: nn.Module, inputs: Sequence[Any], options: Mappin
     together = not layer.is_initializing() and inputs and all(x is None or x is inputs[0] for x in others)
     token = _projections.set({"of": layer, "inputs": inputs[0]} if together else None)
     try:
-        yield
+        with projections_noted():
+            yield
     finally:
         _projections.reset(token)
 
