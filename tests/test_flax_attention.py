@@ -6,12 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collectives import by_kind, collectives
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops.flax import linen
 from jaxops.flax import nnx as fast
+from jaxops.ops.attention import note_projections, projections_noted
 
 
 def draw(rng, *shape, dtype="bfloat16"):
@@ -169,3 +173,104 @@ def test_patched_jax_nn(rng):
     assert calls == ["dot_product_attention"] * 2
     wanted = jax.nn.dot_product_attention(q, q, q, is_causal=True)
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, wanted)), atol=0.03, rtol=0.03)
+
+
+# --- projections in one array ---
+
+
+def joint_attention(joint, causal, noted=True):
+    """Attention of the parts of `[batch, tokens, heads, 3, depth]`, which the layers note."""
+    parts = [jnp.squeeze(part, -2) for part in jax.lax.split(joint, (1, 1, 1), axis=3)]
+    with projections_noted():
+        if noted:
+            note_projections(joint, parts)
+        return jaxops.dot_product_attention(*parts, is_causal=causal)
+
+
+def names(jaxpr):
+    """The primitives in a jaxpr and the jaxprs in it; of attention also the operands' names."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append((equation.primitive.name, equation.params.get("names")))
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            found += names(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("layers", ["linen", "nnx"])
+def test_projections_are_not_copied(layers, rng):
+    """The attention reads the product's result, and its gradient is the product's cotangent as it is."""
+    x = draw(rng, 2, 24, 32)
+    if layers == "linen":
+        layer = linen.MultiHeadDotProductAttention(4, dtype=jnp.bfloat16)
+        parameters = layer.init(jax.random.key(1), x)
+        function = lambda x: layer.apply(parameters, x, mask=None).astype(jnp.float32).sum()  # noqa: E731
+    else:
+        layer = fast.MultiHeadAttention(4, 32, dtype=jnp.bfloat16, decode=False, rngs=nnx.Rngs(0))
+        function = lambda x: layer(x, is_causal=True).astype(jnp.float32).sum()  # noqa: E731
+    found = names(jax.make_jaxpr(jax.grad(function))(x).jaxpr)
+    attention = {name: operands for name, operands in found if "attention" in name}
+    assert attention["jaxops_attention_fwd"] == ("joint",)
+    assert attention["jaxops_attention_bwd"][0] == "joint"
+    assert "pad" not in dict(found)
+    assert not any(
+        name == "concatenate" for name, _ in found[[name for name, _ in found].index("jaxops_attention_fwd") :]
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_joint_projections(causal, rng):
+    """Values and derivatives of every kind are those of separate arrays."""
+    joint, tangent = (jnp.asarray(rng.standard_normal((2, 19, 2, 3, 8)), jnp.float32) for _ in range(2))
+
+    def everything(noted):
+        loss = lambda x: jnp.sum(jnp.sin(joint_attention(x, causal, noted)))  # noqa: E731
+        gradient = jax.grad(loss)
+        return (
+            jax.value_and_grad(loss)(joint),
+            jax.jvp(gradient, (joint,), (tangent,)),
+            jax.vmap(gradient)(jnp.stack([joint, tangent])),
+            jax.grad(jax.checkpoint(loss))(joint),
+        )
+
+    got, wanted = (jax.jit(everything, static_argnums=0)(noted) for noted in (True, False))
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [P(None, "a"), P("a", None, "b"), P(None, "a", "b")], ids=str)
+def test_joint_projections_on_devices(kind, spec, rng):
+    """Split tokens need the keys and values of other devices, and nothing else; heads and batches need nothing."""
+    joint = jnp.asarray(rng.standard_normal((2, 256, 4, 3, 8)), jnp.float32)
+    pullback = lambda x, dy: jax.vjp(lambda x: joint_attention(x, True), x)[1](dy)[0]  # noqa: E731
+    dy = jnp.asarray(rng.standard_normal((2, 256, 4, 8)), jnp.float32)
+    wanted = pullback(joint, dy)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        placed = (
+            jax.device_put(joint, NamedSharding(mesh, spec)),
+            jax.device_put(dy, NamedSharding(mesh, P(*spec))),
+        )
+        forward = jax.jit(lambda x: joint_attention(x, True)).lower(placed[0]).compile()
+        got = jax.jit(pullback)(*placed)
+    np.testing.assert_allclose(jax.device_get(got), wanted, rtol=1e-5, atol=1e-5)
+    heads = 2 if "b" in spec else 4
+    gathered = {"all-gather": 2 * 256 * heads * 2 * 8} if spec[1] == "a" else {}
+    assert by_kind(collectives(forward)) == gathered
+
+
+@pytest.mark.gpu("9.0")
+@pytest.mark.parametrize("depth", [40, 64, 96, 128, 192, 256])
+def test_joint_projections_give_the_same_bits(depth, rng):
+    for tokens, causal in ((1, False), (65, True), (700, True), (1000, False)):
+        joint, dy = draw(rng, 2, tokens, 3, 3, depth), draw(rng, 2, tokens, 3, depth)
+
+        def pullback(joint, dy, noted, causal=causal):
+            out, vjp = jax.vjp(functools.partial(joint_attention, causal=causal, noted=noted), joint)
+            return out, *vjp(dy)
+
+        got, wanted = (jax.jit(pullback, static_argnums=2)(joint, dy, noted) for noted in (True, False))
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (a, b)))
