@@ -90,6 +90,8 @@ class Call:
     @property
     def workspaces(self) -> set[int]:
         """The results that are the handler's workspaces; it may leave parts of them unwritten."""
+        if self.handler.startswith("attention"):
+            return {len(self.results) - 1}
         if self.handler == "matmul":
             return set(range(1 + bool(self.attributes["has_preactivation"]), len(self.results)))
         found = {len(self.results) - 1} if self.attributes.get("has_parts") else set()

@@ -6,6 +6,7 @@ tests/kernel_survey.py finds out which kernels they launch, and on how few rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from row_cases import COLUMNS_ONCE
 from support.ops import ROW_OPS
 
 from jaxops import _kernel
+from jaxops.ops import _attention_support as attention
 from jaxops.ops import _matmul_choice as choices
 
 CODES = {"f32": 11, "bf16": 16, "f16": 10, "f64": 12}
@@ -263,5 +265,60 @@ def epilogue_call(code: int, shape: tuple[int, int, int], dbias: bool) -> frames
     return frames.Call("epilogue_bwd", (full, full), (full, *sums), attributes)
 
 
+def attention_call(
+    handler: str, code: int, depth: int, has: Sequence[str] = (), tokens: tuple[int, int] = (328, 392)
+) -> frames.Call:
+    """A call of attention. has: optional operands by name, with "segments", "dbias", "causal", "cap"."""
+    batch, (queries, keys), heads, groups, wide, int32 = 2, tokens, 4, 2, 11, 4
+    of_query, of_key = (batch, queries, heads, depth), (batch, keys, groups, depth)
+    lse = frames.Operand((batch, heads, queries), wide)
+    query, key = frames.Operand(of_query, code), frames.Operand(of_key, code)
+    backward = handler == "attention_bwd"
+    optional = {
+        "bias": [((batch, heads, queries, keys), code)],
+        "mask": [((1, 1, queries, keys), 1)],
+        "query_lengths": [((batch,), int32)],
+        "key_value_lengths": [((batch,), int32)],
+        "segments": [((batch, queries), int32), ((batch, keys), int32)],
+        "sinks": [((1, heads), wide)],
+        "query_offset": [((1,), int32)],
+    }
+    operands = [query, key, key, *([query, lse, query] if backward else [])]
+    operands += [frames.Operand(*operand) for name, found in optional.items() if name in has for operand in found]
+    results = [query, key, key] if backward else [query, lse]
+    results += [frames.Operand((batch, heads, queries, keys), wide)] if "dbias" in has else []
+    lines = batch if "segments" in has else int("mask" in has)
+    if backward:
+        words = attention.backward_workspace(batch, heads, queries, keys, depth, lines)
+    else:
+        words = attention.forward_workspace(batch, queries, keys, groups, heads // groups, depth, lines)
+    attributes = {
+        "scale": np.float32(depth**-0.5),
+        "causal": np.bool_("causal" in has),
+        **{name: np.int64(value) for name, value in (("causal_offset", 0), ("window_left", -1), ("window_right", -1))},
+        "soft_cap": np.float32(5 if "cap" in has else 0),
+        **{f"has_{name}": np.bool_(name in has) for name in optional},
+        **({"has_dlse": np.bool_(False), "wants_dbias": np.bool_("dbias" in has)} if backward else {}),
+    }
+    return frames.Call(handler, tuple(operands), (*results, frames.Operand((words,), int32)), attributes)
+
+
+def attention_cases() -> Iterator[Case]:
+    """Calls of attention: of every tile, with general scores and without, and of few queries."""
+    for handler, name, depth in itertools.product(
+        ("attention_fwd", "attention_bwd"), ("bf16", "f16"), (64, 128, 192, 256)
+    ):
+        code = CODES[name]
+        bias = ("bias", *(["dbias"] if handler == "attention_bwd" else []))
+        for has in ((), ("causal", "mask"), ("segments", "sinks"), ("causal", "cap", *bias), ("key_value_lengths",)):
+            yield Case(lambda _, h=handler, c=code, d=depth, o=has: attention_call(h, c, d, o), path=" ".join(has))
+        if handler == "attention_fwd":
+            few = functools.partial(attention_call, handler, code, depth, ("key_value_lengths",), (3, 1000))
+            yield Case(lambda _, few=few: few(), path="few queries")
+            if depth == 64:
+                many = functools.partial(attention_call, handler, code, depth, (), (2056, 392))
+                yield Case(lambda _, many=many: many(), path="many queries")
+
+
 def every_case() -> list[Case]:
-    return [*matmul_cases(), *row_cases()]
+    return [*matmul_cases(), *attention_cases(), *row_cases()]

@@ -565,12 +565,42 @@ def test_kernels_of_more_documents_than_they_count(rng):
 
 
 @on_hopper
-def test_kernels_run_and_repeat_their_bits(rng):
-    case = draw(rng, (2, 500, 700, 4, 2, 64), "bfloat16", is_causal=True, bias=(1, 4, 500, 700))
-    cotangent = rng.standard_normal((2, 500, 4, 64)).astype("bfloat16")
+def test_kernels_of_more_than_2_to_the_31_elements():
+    """The end of long operands is what it is alone."""
+    if jax.devices()[0].memory_stats()["bytes_limit"] < 60e9:
+        pytest.skip("needs 60 GB of memory")
+    tokens, heads, few = 2**17 + 70, 256, 640
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def normal(seed, heads):
+        return jax.random.normal(jax.random.key(seed), (1, tokens, heads, 64), jnp.bfloat16)
+
+    @jax.jit
+    def run(query, key, value, dout):
+        out, pull = jax.vjp(functools.partial(attend, local_window_size=(127, 0)), query, key, value)
+        return out, *pull(dout)
+
+    arrays = [normal(seed, n) for seed, n in enumerate((heads, 8, 8, heads))]
+    assert arrays[0].size > 2**31
+    found = [x[:, -few + 128 :, -x.shape[2] // 8 :] for x in run(*arrays)]
+    wanted = run(*(x[:, -few:, -x.shape[2] // 8 :] for x in arrays))
+    for got, other in zip(found, wanted, strict=True):
+        got, other = np.asarray(got, np.float32), np.asarray(other[:, 128:], np.float32)
+        assert np.linalg.norm(got - other) <= 0.005 * np.linalg.norm(other)
+
+
+@on_hopper
+@pytest.mark.parametrize("depth", [64, 128, 192])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True, "segments": True}, {"bias": (1, 4, 500, 704)}, {"mask": (1, 1, 500, 704)}]
+)
+def test_kernels_repeat_their_bits(depth, options, rng):
+    """In 400 launches."""
+    case = draw(rng, (2, 500, 704, 4, 2, depth), "bfloat16", **options)
+    cotangent = rng.standard_normal((2, 500, 4, depth)).astype("bfloat16")
     step = jax.jit(functools.partial(value_and_gradients, case, attend))
+    differ = jax.jit(lambda a, b: sum(jnp.sum(x != y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)))
     text = step.lower(cotangent).as_text()
     assert all(f"@{_kernel.target_name(name)}(" in text for name in ("attention_fwd", "attention_bwd"))
     first = step(cotangent)
-    for _ in range(20):
-        jax.tree.map(np.testing.assert_array_equal, step(cotangent), first)
+    assert sum(int(differ(step(cotangent), first)) for _ in range(400)) == 0

@@ -51,7 +51,7 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Gra
                                    attention::DescribeKeys<T>(p, gradients.dk, 64, &arguments.dk),
                                    attention::DescribeKeys<T>(p, gradients.dv, 64, &arguments.dv)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
-  arguments.fetches_bias = Tile::kBiasStages > 0 && attention::DescribeBias<T>(p, Tile::kQueries, &arguments.bias);
+  if (Tile::kExtraStages > 0) arguments.fetched = attention::DescribeScores<T>(p, Tile::kQueries, &arguments.extra);
   const int64_t key_heads = int64_t{p.batches} * p.key_heads, tiles = key_heads * CeilDiv(p.keys, Tile::kKeys);
   const int64_t query_blocks = int64_t{p.batches} * p.heads * known.sums.blocks;
   if (tiles > attention::kLongest || query_blocks > attention::kLongest) return Invalid(kHandler, "too many tokens");

@@ -23,7 +23,7 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
                                    attention::DescribeResults<T>(p, p.out, 64, &arguments.out)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
-  arguments.fetches_bias = Tile::kBiasStages > 0 && attention::DescribeBias<T>(p, 64, &arguments.bias);
+  if (Tile::kExtraStages > 0) arguments.fetched = attention::DescribeScores<T>(p, 64, &arguments.extra);
   const int64_t heads = int64_t{p.batches} * p.heads, tiles = heads * attention::CeilDiv(p.queries, Tile::kRows);
   if (tiles > std::numeric_limits<int32_t>::max()) return Invalid(kHandler, "too many queries");
   // Measured on an H200: of causal calls, half of whose keys are visited, twice as much fits.

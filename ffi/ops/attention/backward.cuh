@@ -56,21 +56,21 @@ struct BackwardTile {
   static constexpr int kStaging = kGeneral ? 1 : 2;  // buffers of dQ, and of dK, a warpgroup
   static constexpr int kKeyBytes = kKeys * kDepth * 2, kQueryBytes = kQueries * kDepth * 2;
   static constexpr int kScoreBytes = kKeys * kQueries * 2, kPartBytes = kPartFloats * 4;
-  static constexpr int kBiasBytes = kKeys * kQueries * 2, kBiasStages = !kGeneral ? 0 : kDepth == 64 ? 1 : 2;
-  static constexpr int kBarriers = 2 + 4 * kStages + 4 * kStaging + 4 + 2 * kBiasStages;
+  static constexpr int kExtraBytes = kKeys * kQueries * 2, kExtraStages = !kGeneral ? 0 : kDepth == 64 ? 1 : 2;
+  static constexpr int kBarriers = 2 + 4 * kStages + 4 * kStaging + 4 + 2 * kExtraStages;
   static constexpr int kSharedBytes = 2 * kKeyBytes + 2 * kStages * kQueryBytes + 2 * kScoreBytes +
-                                      2 * kStaging * kPartBytes + kBiasStages * kBiasBytes +
+                                      2 * kStaging * kPartBytes + kExtraStages * kExtraBytes +
                                       2 * kStages * kQueries * 4 + kBarriers * 8 + 2 * kTileFields * 4;
   static_assert(kSharedBytes <= 232448 && kDepth / 64 <= 2 && 64 * kDepth * 2 <= kPartBytes);
   static constexpr int kLoaderRegisters = kLateValues ? 40 : 24, kConsumerRegisters = kLateValues ? 232 : 240;
 };
 
 struct BackwardArguments {
-  CUtensorMap q, k, v, dout, dk, dv, bias;  // dk, dv: in boxes of 64 rows
+  CUtensorMap q, k, v, dout, dk, dv, extra;  // dk, dv: in boxes of 64 rows
   Problem problem;
   BackwardSums sums;
-  int together;       // heads whose keys are taken together
-  bool fetches_bias;  // by the copy engine
+  int together;     // heads whose keys are taken together
+  Fetched fetched;  // as `extra`
 };
 
 struct KnownTile {
@@ -99,8 +99,8 @@ struct BackwardShared {
   __device__ uint32_t Part(int group, int buffer) const {
     return Scores(2) + (group * Tile::kStaging + buffer) * Tile::kPartBytes;
   }
-  __device__ uint32_t Bias(int stage) const { return Part(2, 0) + stage * Tile::kBiasBytes; }
-  __device__ uint32_t Lse(int stage) const { return Bias(Tile::kBiasStages) + stage * Tile::kQueries * 8; }
+  __device__ uint32_t Extra(int stage) const { return Part(2, 0) + stage * Tile::kExtraBytes; }
+  __device__ uint32_t Lse(int stage) const { return Extra(Tile::kExtraStages) + stage * Tile::kQueries * 8; }
   __device__ uint32_t Delta(int stage) const { return Lse(stage) + Tile::kQueries * 4; }
   __device__ Barrier KeysFull() const { return At(0); }  // and values
   __device__ Barrier KeysEmpty() const { return At(1); }
@@ -115,8 +115,8 @@ struct BackwardShared {
   // The tiles to come, two deep.
   __device__ Barrier TileKnown(int slot) const { return PartFull(4, slot); }
   __device__ Barrier TileRead(int slot) const { return PartFull(4, 2 + slot); }
-  __device__ Barrier BiasFull(int stage) const { return PartFull(4, 4 + stage); }
-  __device__ Barrier BiasEmpty(int stage) const { return BiasFull(Tile::kBiasStages + stage); }
+  __device__ Barrier ExtraFull(int stage) const { return PartFull(4, 4 + stage); }
+  __device__ Barrier ExtraEmpty(int stage) const { return ExtraFull(Tile::kExtraStages + stage); }
   __device__ uint32_t Slot(int slot) const { return At(Tile::kBarriers).address + slot * kTileFields * 4; }
 
   __device__ void Initialize() const {
@@ -133,9 +133,9 @@ struct BackwardShared {
         PartFull(group, buffer).Initialize(4);
         PartEmpty(group, buffer).Initialize(1);
       }
-    for (int stage = 0; stage < Tile::kBiasStages; ++stage) {
-      BiasFull(stage).Initialize(1);
-      BiasEmpty(stage).Initialize(8);
+    for (int stage = 0; stage < Tile::kExtraStages; ++stage) {
+      ExtraFull(stage).Initialize(1);
+      ExtraEmpty(stage).Initialize(8);
     }
     for (int slot = 0; slot < 2; ++slot) {
       TileKnown(slot).Initialize(1);
@@ -263,15 +263,16 @@ __device__ void LoadQueries(const BackwardArguments& arguments, const BackwardSh
         LoadTile<kQueries, kDepth>(shared.Queries(stage), arguments.q, full, block * kQueries, head, batch);
         hopper::LoadBytes(shared.Lse(stage), arguments.sums.statistics + int64_t{line + block} * (2 * kQueries),
                           kQueries * 8, full);
-        if constexpr (Tile::kBiasStages > 0) {
-          if (arguments.fetches_bias) {
-            const int at_stage = steps % Tile::kBiasStages;
-            const Barrier bias_full = shared.BiasFull(at_stage);
-            shared.BiasEmpty(at_stage).Wait((steps / Tile::kBiasStages & 1) ^ 1);
-            bias_full.ArriveAndExpect(Tile::kBiasBytes);
-            LoadTile<kQueries, Tile::kKeys>(shared.Bias(at_stage), arguments.bias, bias_full, block * kQueries,
-                                            p.bias.head_stride ? head : 0, p.bias.batch_stride ? batch : 0,
-                                            tile[kFirstKey]);
+        if constexpr (Tile::kExtraStages > 0) {
+          if (arguments.fetched != Fetched::kNothing) {
+            const int at_stage = steps % Tile::kExtraStages;
+            const Barrier extra_full = shared.ExtraFull(at_stage);
+            shared.ExtraEmpty(at_stage).Wait((steps / Tile::kExtraStages & 1) ^ 1);
+            extra_full.ArriveAndExpect(ExtraBytes<kQueries>(arguments.fetched));
+            const Broadcast& from = arguments.fetched == Fetched::kBias ? p.bias : p.mask;
+            LoadExtra<kQueries, Tile::kKeys>(shared.Extra(at_stage), arguments.extra, extra_full, arguments.fetched,
+                                             block * kQueries, tile[kFirstKey], from.head_stride ? head : 0,
+                                             from.batch_stride ? batch : 0);
           }
         }
         shared.CotangentsEmpty(stage).Wait(parity);
@@ -483,16 +484,18 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
             hopper::Settle(dscores);
             const GeneralGradients<T, kQueries> general(p, arguments.sums.reach, tile.band(p), tile[kBatch],
                                                         tile[kKeyHead] * p.group() + member, own_key());
-            const int at_stage = steps % Tile::kBiasStages;
-            if (arguments.fetches_bias) shared.BiasFull(at_stage).Wait(steps / Tile::kBiasStages & 1);
+            const int at_stage = steps % Tile::kExtraStages;
+            const Fetched fetched = arguments.fetched;
+            if (fetched != Fetched::kNothing) shared.ExtraFull(at_stage).Wait(steps / Tile::kExtraStages & 1);
+            const uint32_t chunk = fetched == Fetched::kBias ? group * kQueryChunk : 0;
             general.Finish(scores, dscores, rounded, drounded, block * kQueries + column,
                            shared.Lse(stage) + column * 4, shared.Delta(stage) + column * 4,
                            block < tile[kWholeFirst + group] || block >= tile[kWholeLast + group],
-                           arguments.fetches_bias ? shared.Bias(at_stage) + group * kQueryChunk : 0);
-            if (arguments.fetches_bias) {
+                           {fetched, shared.Extra(at_stage) + chunk});
+            if (fetched != Fetched::kNothing) {
               hopper::FenceSharedForCopies();  // the reads are before the refill
               __syncwarp();
-              if (lead) shared.BiasEmpty(at_stage).Arrive();
+              if (lead) shared.ExtraEmpty(at_stage).Arrive();
             }
           } else if constexpr (Tile::kLateValues) {
             hopper::WaitProducts<1>();

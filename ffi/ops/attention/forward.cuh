@@ -36,13 +36,13 @@ struct ForwardTile {
   static constexpr int kRows = 64 * kGroups, kThreads = kWarpgroup * (kGroups + 1);
   // Bytes of a warpgroup's queries, and of a block of keys or of values.
   static constexpr int kQueryBytes = 64 * kDepth * 2, kKeyBytes = kKeys * kDepth * 2;
-  // Blocks of a bias in flight, if there is room for any.
-  static constexpr int kBiasStages = !kGeneral || kDepth > 128 ? 0 : kDepth == 64 ? 2 : 1;
-  static constexpr int kBiasBytes = kRows * kKeys * 2;
-  static constexpr int kBarriers = 2 * kQueryBuffers * kGroups + 4 * kStages + 4 + 2 * kBiasStages;
+  // Blocks of a bias or mask in flight, if there is room for any.
+  static constexpr int kExtraStages = !kGeneral || kDepth > 128 ? 0 : kDepth == 64 ? 2 : 1;
+  static constexpr int kExtraBytes = kRows * kKeys * 2;
+  static constexpr int kBarriers = 2 * kQueryBuffers * kGroups + 4 * kStages + 4 + 2 * kExtraStages;
   static constexpr int kQueryPlaces = (kQueryBuffers + kHasPlace) * kGroups;
   static constexpr int kSharedBytes = 1024 + kQueryPlaces * kQueryBytes + 2 * kStages * kKeyBytes +
-                                      kBiasStages * kBiasBytes + 8 * kBarriers + 16 + 2 * kGroups * 16;
+                                      kExtraStages * kExtraBytes + 8 * kBarriers + 16 + 2 * kGroups * 16;
   static_assert(kSharedBytes <= 232448 && kKeys % 16 == 0);
   // Registers a thread: 65,536 in all, in steps of 8.
   static constexpr int kLoaderRegisters = kGroups == 3 ? 32 : kQueryBuffers == 1 ? 40 : 24;
@@ -50,13 +50,13 @@ struct ForwardTile {
 };
 
 struct ForwardArguments {
-  CUtensorMap q, k, v, out, bias;
+  CUtensorMap q, k, v, out, extra;
   Problem problem;
   Reach reach;
-  int together;       // heads whose tiles are taken together
-  bool is_skewed;     // the last queries may see more keys than the first
-  bool fetches_bias;  // by the copy engine
-  int* counters;      // of tiles, zero; null: a tile a block
+  int together;     // heads whose tiles are taken together
+  bool is_skewed;   // the last queries may see more keys than the first
+  Fetched fetched;  // as `extra`
+  int* counters;    // of tiles, zero; null: a tile a block
 };
 
 template <class Tile>
@@ -71,8 +71,8 @@ struct ForwardShared {
     return base + Tile::kQueryPlaces * Tile::kQueryBytes + stage * Tile::kKeyBytes;
   }
   __device__ uint32_t Values(int stage) const { return Keys(Tile::kStages + stage); }
-  __device__ uint32_t Bias(int stage, int group) const {
-    return Keys(2 * Tile::kStages) + (stage * Tile::kGroups + group) * (Tile::kBiasBytes / Tile::kGroups);
+  __device__ uint32_t Extra(int stage, int group) const {
+    return Keys(2 * Tile::kStages) + (stage * Tile::kGroups + group) * (Tile::kExtraBytes / Tile::kGroups);
   }
   __device__ Barrier QueriesFull(int buffer, int group) const { return At(buffer * Tile::kGroups + group); }
   __device__ Barrier QueriesEmpty(int buffer, int group) const {
@@ -85,8 +85,8 @@ struct ForwardShared {
   // The numbers of the tiles to come, two deep.
   __device__ Barrier TileKnown(int slot) const { return At(kRing + 4 * Tile::kStages + slot); }
   __device__ Barrier TileRead(int slot) const { return At(kRing + 4 * Tile::kStages + 2 + slot); }
-  __device__ Barrier BiasFull(int stage) const { return At(kRing + 4 * Tile::kStages + 4 + stage); }
-  __device__ Barrier BiasEmpty(int stage) const { return BiasFull(Tile::kBiasStages + stage); }
+  __device__ Barrier ExtraFull(int stage) const { return At(kRing + 4 * Tile::kStages + 4 + stage); }
+  __device__ Barrier ExtraEmpty(int stage) const { return ExtraFull(Tile::kExtraStages + stage); }
   __device__ uint32_t TileNumber(int slot) const { return At(Tile::kBarriers).address + 4 * slot; }
   // What the warpgroup's queries see of the keys, in blocks, if there is a reach.
   __device__ uint32_t TileSpan(int slot, int group) const {
@@ -105,9 +105,9 @@ struct ForwardShared {
       KeysEmpty(stage).Initialize(4 * Tile::kGroups);
       ValuesEmpty(stage).Initialize(4 * Tile::kGroups);
     }
-    for (int stage = 0; stage < Tile::kBiasStages; ++stage) {
-      BiasFull(stage).Initialize(1);
-      BiasEmpty(stage).Initialize(4 * Tile::kGroups);
+    for (int stage = 0; stage < Tile::kExtraStages; ++stage) {
+      ExtraFull(stage).Initialize(1);
+      ExtraEmpty(stage).Initialize(4 * Tile::kGroups);
     }
     for (int slot = 0; slot < 2; ++slot) {
       TileKnown(slot).Initialize(1);
@@ -120,7 +120,7 @@ struct ForwardShared {
   static constexpr int kRing = 2 * Tile::kQueryBuffers * Tile::kGroups;
   __device__ Barrier At(int index) const {
     return {base + Tile::kQueryPlaces * Tile::kQueryBytes + 2 * Tile::kStages * Tile::kKeyBytes +
-            Tile::kBiasStages * Tile::kBiasBytes + 8 * index};
+            Tile::kExtraStages * Tile::kExtraBytes + 8 * index};
   }
 };
 
@@ -167,7 +167,7 @@ __device__ void LoadForward(const ForwardArguments& arguments, const ForwardShar
   const Problem& p = arguments.problem;
   const QueryTiles<Tile> tiles(arguments);
   int stage = 0, tile = static_cast<int>(blockIdx.x);
-  [[maybe_unused]] int bias_blocks = 0;  // so far
+  [[maybe_unused]] int extra_blocks = 0;  // so far
   uint32_t parity = 1;
   for (int k = 0;; ++k) {
     // The next tile's number is long on its way.
@@ -218,17 +218,18 @@ __device__ void LoadForward(const ForwardArguments& arguments, const ForwardShar
         LoadTile<Tile::kKeys, Tile::kDepth>(target, map, full, block * Tile::kKeys, key_head, at.batch);
       };
       load(arguments.k, shared.Keys(stage), shared.KeysFull(stage), shared.KeysEmpty(stage));
-      if constexpr (Tile::kBiasStages > 0) {
-        if (arguments.fetches_bias) {
-          const int at_stage = bias_blocks % Tile::kBiasStages;
-          const Barrier full = shared.BiasFull(at_stage);
-          shared.BiasEmpty(at_stage).Wait((bias_blocks / Tile::kBiasStages & 1) ^ 1);
-          full.ArriveAndExpect(Tile::kBiasBytes);
+      if constexpr (Tile::kExtraStages > 0) {
+        if (arguments.fetched != Fetched::kNothing) {
+          const int at_stage = extra_blocks % Tile::kExtraStages;
+          const Barrier full = shared.ExtraFull(at_stage);
+          shared.ExtraEmpty(at_stage).Wait((extra_blocks / Tile::kExtraStages & 1) ^ 1);
+          full.ArriveAndExpect(Tile::kGroups * ExtraBytes<64>(arguments.fetched));
+          const Broadcast& from = arguments.fetched == Fetched::kBias ? p.bias : p.mask;
           for (int group = 0; group < Tile::kGroups; ++group)
-            LoadTile<64, Tile::kKeys>(shared.Bias(at_stage, group), arguments.bias, full, at.row + 64 * group,
-                                      p.bias.head_stride ? at.head : 0, p.bias.batch_stride ? at.batch : 0,
-                                      block * Tile::kKeys);
-          ++bias_blocks;
+            LoadExtra<64, Tile::kKeys>(shared.Extra(at_stage, group), arguments.extra, full, arguments.fetched,
+                                       at.row + 64 * group, block * Tile::kKeys, from.head_stride ? at.head : 0,
+                                       from.batch_stride ? at.batch : 0);
+          ++extra_blocks;
         }
       }
       load(arguments.v, shared.Values(stage), shared.ValuesFull(stage), shared.ValuesEmpty(stage));
@@ -255,7 +256,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
   RowState state;
   int stage = 0, values_stage = 0, accumulate = 0, previous = -1;  // previous: the tile before, if it is not finished
   uint32_t parity = 0, values_parity = 0;
-  [[maybe_unused]] int bias_blocks = 0;  // so far
+  [[maybe_unused]] int extra_blocks = 0;  // so far
   const auto advance = [&] {
     if (++stage == Tile::kStages) stage = 0, parity ^= 1;
   };
@@ -370,15 +371,15 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
         await_scores();
         const bool masked = block < span.whole_first || block >= span.whole_last;
         bool is_fetched = false;
-        if constexpr (Tile::kBiasStages > 0) {
-          if (arguments.fetches_bias) {
-            const int at_stage = bias_blocks % Tile::kBiasStages;
-            shared.BiasFull(at_stage).Wait(bias_blocks / Tile::kBiasStages & 1);
-            general.Finish(scores, block * kKeys + column, masked, shared.Bias(at_stage, group));
+        if constexpr (Tile::kExtraStages > 0) {
+          if (arguments.fetched != Fetched::kNothing) {
+            const int at_stage = extra_blocks % Tile::kExtraStages;
+            shared.ExtraFull(at_stage).Wait(extra_blocks / Tile::kExtraStages & 1);
+            general.Finish(scores, block * kKeys + column, masked, {arguments.fetched, shared.Extra(at_stage, group)});
             hopper::FenceSharedForCopies();  // the reads are before the refill
             __syncwarp();
-            if (lead) shared.BiasEmpty(at_stage).Arrive();
-            ++bias_blocks;
+            if (lead) shared.ExtraEmpty(at_stage).Arrive();
+            ++extra_blocks;
             is_fetched = true;
           }
         }

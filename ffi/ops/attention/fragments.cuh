@@ -39,6 +39,22 @@ __device__ void StoreTile(const CUtensorMap& map, uint32_t source, int row, int 
     hopper::StoreHeadBox(map, source + chunk * chunk_bytes, chunk * 64, row, head, batch);
 }
 
+// What the copy engine brings of a bias or a mask, [rows, keys].
+enum class Fetched { kNothing, kBias, kMask };
+
+// Loads kRows rows by kKeys keys of it: 64 keys of a bias follow each other in rows of 128 bytes, or 128 of a mask.
+template <int kRows, int kKeys>
+__device__ void LoadExtra(uint32_t target, const CUtensorMap& map, Barrier barrier, Fetched fetched, int row, int key,
+                          int head, int batch) {
+  static_assert(kKeys == 128);
+  hopper::LoadHeadBox(target, map, barrier, key, row, head, batch);
+  if (fetched == Fetched::kBias) hopper::LoadHeadBox(target + kChunk<kRows>, map, barrier, key + 64, row, head, batch);
+}
+template <int kRows>
+__device__ int ExtraBytes(Fetched fetched) {
+  return fetched == Fetched::kBias ? 2 * kChunk<kRows> : kChunk<kRows>;
+}
+
 // Zeros in the rows of a tile from `row` on, by a warpgroup, which synchronises then; the tensor cores may read them.
 template <int kRows, int kDepth>
 __device__ void ClearRows(uint32_t tile, int row) {

@@ -44,16 +44,22 @@ cudaError_t DescribeResults(const Problem& p, const void* data, int box_rows, CU
   return DescribeHeads<T>(p, data, p.queries, p.heads, p.depth, box_rows, map);
 }
 
-// Whether the copy engine can bring a bias in boxes of box_rows rows and 64 keys; describes it then.
+// What of the bias and the mask the copy engine can bring, in boxes of box_rows rows; describes it then.
 template <class T>
-bool DescribeBias(const Problem& p, int box_rows, CUtensorMap* map) {
-  if (!p.bias.data || p.wide_bias || p.bias.query_stride == 0 || p.keys % 8 != 0 || !IsAligned(p.bias.data))
-    return false;
-  const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const int64_t heads = p.bias.head_stride ? p.heads : 1, batches = p.bias.batch_stride ? p.batches : 1;
-  const int64_t row = int64_t{p.keys} * 2, head = p.queries * row;
-  return hopper::Encode<4>(map, type, p.bias.data, {p.keys, p.queries, heads, batches}, {row, head, heads * head},
-                           {64, box_rows, 1, 1}) == cudaSuccess;
+Fetched DescribeScores(const Problem& p, int box_rows, CUtensorMap* map) {
+  const bool is_bias = p.bias.data, is_mask = !is_bias && p.mask.data;
+  const Broadcast& from = is_bias ? p.bias : p.mask;
+  const int64_t size = is_bias ? 2 : 1, row = p.keys * size, head = p.queries * row;
+  if ((!is_bias && !is_mask) || (is_bias && p.wide_bias) || from.query_stride == 0 || row % 16 || !IsAligned(from.data))
+    return Fetched::kNothing;
+  const auto type = is_mask                     ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                    : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const int64_t heads = from.head_stride ? p.heads : 1, batches = from.batch_stride ? p.batches : 1;
+  const cudaError_t status =
+      hopper::Encode<4>(map, type, from.data, {p.keys, p.queries, heads, batches}, {row, head, heads * head},
+                        {static_cast<int>(hopper::kBoxRowBytes / size), box_rows, 1, 1});
+  return status != cudaSuccess ? Fetched::kNothing : is_bias ? Fetched::kBias : Fetched::kMask;
 }
 
 // How many of `heads` heads to take together if `bytes` are read of each and `budget` fit the L2 cache: groups of about

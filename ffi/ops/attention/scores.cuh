@@ -66,6 +66,14 @@ struct RowState {
 // tanh(x) to 2^-21 absolutely.
 __device__ __forceinline__ float Tanh(float x) { return 1 - __fdividef(2, 1 + Exp2(x * (2 * kLog2E))); }
 
+// Where in shared memory the part of a bias or a mask is that goes with scores; 0: it is read from where it lies.
+struct ExtraTile {
+  uint32_t bias, mask;
+
+  __device__ ExtraTile(Fetched fetched, uint32_t address)
+      : bias(fetched == Fetched::kBias ? address : 0), mask(fetched == Fetched::kMask ? address : 0) {}
+};
+
 // The slower way, of calls with a soft cap, a bias, a mask or segments: 64 rows by kKeys keys, of which this thread has
 // two rows. Scores come out in units of log 2.
 template <class T, int kKeys>
@@ -80,9 +88,9 @@ struct GeneralScores {
                            const Compared& compared)
       : p(p), range(range), batch(batch), heads(heads), queries(queries), compared(compared) {}
 
-  // key: this thread's first. masked: some of the keys are not seen by range or segments. bias: the tile of 64 rows, if
-  // it is in shared memory.
-  __device__ __forceinline__ void Finish(float (&scores)[kKeys / 2], int key, bool masked, uint32_t bias = 0) const {
+  // key: this thread's first. masked: some of the keys are not seen by range or segments. extra: of 64 rows.
+  __device__ __forceinline__ void Finish(float (&scores)[kKeys / 2], int key, bool masked,
+                                         const ExtraTile& extra = {Fetched::kNothing, 0}) const {
     if (p.soft_cap != 0) {
       const float factor = p.scale / p.soft_cap, cap = p.soft_cap * kLog2E;
 #pragma unroll
@@ -92,9 +100,9 @@ struct GeneralScores {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores[i] *= factor;
     }
-    if (bias) {
-      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-      const uint32_t line = bias + (warp * 16 + lane / 4) * hopper::kBoxRowBytes + lane % 4 * 4;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    if (extra.bias) {
+      const uint32_t line = extra.bias + (warp * 16 + lane / 4) * hopper::kBoxRowBytes + lane % 4 * 4;
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i)
 #pragma unroll
@@ -115,7 +123,18 @@ struct GeneralScores {
         Visit<T>(p.bias, scores, key, add);
       }
     }
-    if (compared.mask) {
+    if (compared.mask && extra.mask) {
+      const uint32_t line = extra.mask + (warp * 16 + lane / 4) * hopper::kBoxRowBytes + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t two =
+              LoadShared<uint16_t>(line + h * 8 * hopper::kBoxRowBytes + ((i / 2) ^ (lane / 4)) * 16 + i % 2 * 8);
+          if (!(two & 1)) scores[4 * i + 2 * h] = -kInfinity;
+          if (!(two & 256)) scores[4 * i + 2 * h + 1] = -kInfinity;
+        }
+    } else if (compared.mask) {
       Visit<uint8_t>(p.mask, scores, key, [](float& score, uint8_t seen) { score = seen & 1 ? score : -kInfinity; });
     }
     if (!masked) return;
@@ -203,10 +222,11 @@ struct GeneralGradients {
       : p(p), reach(reach), band(band), batch(batch), head(head), key(key) {}
 
   // Scores become probabilities, and the gradients of probabilities those of scores; both are rounded, too. query: this
-  // thread's first; lse, delta: where the queries' are; masked, bias: as in GeneralScores, of all queries and 64 keys.
+  // thread's first; lse, delta: where the queries' are; masked, extra: as in GeneralScores, of all queries.
   __device__ __forceinline__ void Finish(float (&scores)[kQueries / 2], float (&dscores)[kQueries / 2],
                                          uint32_t (&rounded)[kQueries / 4], uint32_t (&drounded)[kQueries / 4],
-                                         int query, uint32_t lse, uint32_t delta, bool masked, uint32_t bias) const {
+                                         int query, uint32_t lse, uint32_t delta, bool masked,
+                                         const ExtraTile& extra) const {
     const Masks masks = MasksOf(query, masked);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -217,7 +237,7 @@ struct GeneralGradients {
 #pragma unroll
         for (int i = 0; i < kPart; ++i) ds[i] *= Derivative(s[i]);
       }
-      ToProbabilities(s, part, query, lse, masks, bias);
+      ToProbabilities(s, part, query, lse, masks, extra);
 #pragma unroll
       for (int i = 0; i < kPart; ++i) ds[i] = s[i] == 0 ? 0 : s[i] * ds[i];  // of what is not seen, whatever ds is
 #pragma unroll
@@ -239,7 +259,7 @@ struct GeneralGradients {
 #pragma unroll
         for (int i = 0; i < kPart; ++i) derivative[i] = Derivative(s[i]);
       }
-      ToProbabilities(s, part, query, lse, masks, 0);
+      ToProbabilities(s, part, query, lse, masks, {Fetched::kNothing, 0});
 #pragma unroll
       for (int i = 0; i < kPart / 2; ++i) rounded[part * (kPart / 2) + i] = RoundPair<T>(s[2 * i], s[2 * i + 1]);
       if (p.soft_cap != 0) {
@@ -281,7 +301,7 @@ struct GeneralGradients {
     return 1 - bounded * bounded;
   }
   __device__ __forceinline__ void ToProbabilities(float* scores, int part, int query, uint32_t lse, const Masks& masks,
-                                                  uint32_t bias) const {
+                                                  const ExtraTile& extra) const {
     if (p.soft_cap != 0) {
       const float factor = p.scale / p.soft_cap, cap = p.soft_cap * kLog2E;
 #pragma unroll
@@ -291,10 +311,11 @@ struct GeneralGradients {
 #pragma unroll
       for (int i = 0; i < kPart; ++i) scores[i] *= factor;
     }
-    if (bias) {
-      // Of 8 queries by 8 keys: of two times 8 queries those of `key` and of key + 8.
-      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, eight = 2 * warp + lane / 8 % 2;
-      const uint32_t line = bias + (lane / 16 * 8 + lane % 8) * hopper::kBoxRowBytes + (eight ^ (lane % 8)) * 16;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    if (extra.bias) {
+      // Of 8 queries by 8 keys: of two times 8 queries those of `key` and of key + 8. The chunk is this warpgroup's.
+      const int eight = 2 * warp + lane / 8 % 2;
+      const uint32_t line = extra.bias + (lane / 16 * 8 + lane % 8) * hopper::kBoxRowBytes + (eight ^ (lane % 8)) * 16;
 #pragma unroll
       for (int pair = 0; pair < kPart / 8; ++pair) {
         uint32_t blocks[4];
@@ -313,7 +334,17 @@ struct GeneralGradients {
         Visit<T>(p.bias, scores, part, query, add);
       }
     }
-    if (masks.mask) {
+    if (masks.mask && extra.mask) {
+      const uint32_t line = extra.mask + lane / 4;
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) {
+        const int row = QueryOf(part, i) + lane % 4 * 2;  // of 16 keys the warp's are one piece
+        const int piece = (threadIdx.x / kWarpgroup - 1) * 4 + warp;
+        const uint8_t seen =
+            LoadShared<uint8_t>(line + row * hopper::kBoxRowBytes + (piece ^ (row % 8)) * 16 + i / 2 % 2 * 8);
+        if (!(seen & 1)) scores[i] = -kInfinity;
+      }
+    } else if (masks.mask) {
       Visit<uint8_t>(p.mask, scores, part, query,
                      [](float& score, uint8_t seen) { score = seen & 1 ? score : -kInfinity; });
     }
