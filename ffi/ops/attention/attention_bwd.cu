@@ -55,13 +55,14 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Gra
   const int64_t key_heads = int64_t{p.batches} * p.key_heads, tiles = key_heads * CeilDiv(p.keys, Tile::kKeys);
   const int64_t query_blocks = int64_t{p.batches} * p.heads * known.sums.blocks;
   if (tiles > attention::kLongest || query_blocks > attention::kLongest) return Invalid(kHandler, "too many tokens");
-  // Q, dO and the sums of dQ of a head; measured on an H200.
+  // Q, dO and the sums of dQ of a head; measured on an H200. The more heads, the less do blocks of one wait for
+  // another.
   const double bytes = 8.0 * p.queries * p.depth * p.group();
-  arguments.together = attention::HeadsTogether(key_heads, bytes, 46e6, 4, p.depth <= 64 ? 32 : 12);
-  const Grid grid = {.blocks = std::min<int64_t>(tiles, attention::Multiprocessors()),
-                     .threads = Tile::kThreads,
-                     .shared_bytes = Tile::kSharedBytes};
-  if (grid.blocks == 0) return Error::Internal("attention_bwd: no device");
+  const int blocks = attention::Multiprocessors();
+  if (blocks == 0) return Error::Internal("attention_bwd: no device");
+  arguments.together = attention::HeadsTogether(key_heads, bytes, 46e6, 4, blocks);
+  const Grid grid = {
+      .blocks = std::min<int64_t>(tiles, blocks), .threads = Tile::kThreads, .shared_bytes = Tile::kSharedBytes};
   return FromCuda(kHandler, Launch(stream, attention::AttentionBackward<Tile>, grid, arguments));
 }
 
@@ -105,23 +106,24 @@ Error LaunchWideBackward(Device stream, const PreparationArguments& known, const
 
 template <class T>
 Error LaunchBiasGradient(Device stream, const PreparationArguments& known, float* dbias) {
+  using Tile = attention::BiasTile;
   const Problem& p = known.problem;
   attention::BiasArguments arguments = {};
-  for (const cudaError_t status :
-       {attention::DescribeQueries<T>(p, p.q, 64, &arguments.q),
-        attention::DescribeResults<T>(p, known.dout, 64, &arguments.dout),
-        attention::DescribeKeys<T>(p, p.k, 64, &arguments.k), attention::DescribeKeys<T>(p, p.v, 64, &arguments.v)})
+  for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, Tile::kRows, &arguments.q),
+                                   attention::DescribeResults<T>(p, known.dout, Tile::kRows, &arguments.dout),
+                                   attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
+                                   attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   arguments.problem = p;
   arguments.sums = known.sums;
   arguments.dbias = dbias;
   arguments.batches = p.bias.batch_stride ? p.batches : 1;
   arguments.heads = p.bias.head_stride ? p.heads : 1;
-  arguments.row_blocks = p.bias.query_stride ? static_cast<int>(CeilDiv(p.queries, 64)) : 1;
+  arguments.row_blocks = p.bias.query_stride ? static_cast<int>(CeilDiv(p.queries, Tile::kRows)) : 1;
   const Grid grid = {
-      .blocks = int64_t{arguments.batches} * arguments.heads * arguments.row_blocks * CeilDiv(p.keys, 64),
-      .threads = attention::BiasTile::kThreads,
-      .shared_bytes = attention::BiasTile::kSharedBytes};
+      .blocks = int64_t{arguments.batches} * arguments.heads * arguments.row_blocks * CeilDiv(p.keys, Tile::kKeys),
+      .threads = Tile::kThreads,
+      .shared_bytes = Tile::kSharedBytes};
   return FromCuda(kHandler, Launch(stream, attention::AttentionBiasGradient<T>, grid, arguments));
 }
 
@@ -155,7 +157,8 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
   const int64_t heads = int64_t{p.batches} * p.heads;
   sums->block_size = attention::QueriesAtOnce(p.depth <= 64 ? 64 : 128);
   sums->blocks = static_cast<int>(CeilDiv(p.queries, sums->block_size));
-  sums->descending = p.right < attention::kLongest || p.mask_has_reach();
+  // A mask of each query is causal more often than not.
+  sums->descending = p.right < attention::kLongest || (p.mask_has_reach() && p.mask.query_stride);
   int64_t words = 0;
   const auto take = [&](int64_t count) {
     int32_t* const part = Data<int32_t>(workspace) + words;

@@ -33,10 +33,14 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
   const int blocks = attention::Multiprocessors();
   if (blocks == 0) return Error::Internal("attention_fwd: no device");
   // Heads of a call whose tiles have equal work are taken one after the other, that loads are spread over the time.
-  arguments.is_skewed = p.right < attention::kLongest || reach.of_queries;
+  arguments.is_skewed = p.right < attention::kLongest || (p.mask.data && p.mask.query_stride);
   const int64_t rows = tiles / heads, most = arguments.is_skewed ? heads : std::max<int64_t>(blocks / rows, 1);
   arguments.together = attention::HeadsTogether(heads, bytes, arguments.is_skewed ? 25e6 : 12.5e6, 1, most);
-  if (tiles > blocks) arguments.counters = counters;
+  // Tiles of equal work need no counter, if they are few.
+  if (tiles > (arguments.is_skewed || reach.of_queries ? 1 : 8) * int64_t{blocks}) {
+    arguments.counters = counters;
+    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(counters, 0, sizeof(int32_t), stream)));
+  }
   const Grid grid = {
       .blocks = std::min<int64_t>(tiles, blocks), .threads = Tile::kThreads, .shared_bytes = Tile::kSharedBytes};
   return FromCuda(kHandler, Launch(stream, attention::AttentionForward<Tile>, grid, arguments));
@@ -92,7 +96,7 @@ Error AttentionForward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, ffi
     return attention::LaunchDecode(kHandler, stream, problem, q.element_type(),
                                    static_cast<int>(std::min(splits, most)), Data<float>(*workspace));
   }
-  JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(counters, 0, 2 * sizeof(int32_t), stream)));
+  if (reach.gaps) JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(reach.gaps, 0, sizeof(int32_t), stream)));
   JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, attention::LaunchReach(stream, problem, reach, 0, 0)));
   return attention::VisitType(kHandler, q.element_type(),
                               [&]<class T> { return ForwardOf<T>(stream, problem, reach, counters); });

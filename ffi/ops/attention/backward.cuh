@@ -540,6 +540,9 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
         hopper::WaitProducts<0>();
         hopper::Settle(dq);
         if constexpr (!kHalf) settle();
+        // The barrier above has ordered all lanes' reads of lse and delta already, but racecheck takes what follows for
+        // lane 0's alone.
+        __syncwarp();
         if (lead) {
           shared.QueriesEmpty(stage).Arrive();
           shared.CotangentsEmpty(stage).Arrive();

@@ -237,6 +237,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
     hopper::WaitProducts<0>();
     hopper::Settle(sums);
     hopper::Settle(rounded);
+    __syncwarp();  // all lanes have read the statistics
     if (lead) {
       ring.Empty(kQuery, stage).Arrive();
       ring.Empty(kCotangent, stage).Arrive();
