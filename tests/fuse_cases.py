@@ -342,6 +342,21 @@ def attention_causal_and_padded(q, k, v, lengths):
     return mixed(jnp.where(seen, scores_of(q, k), -1e10), v)
 
 
+@deception("dot_product_attention", *HEADS, (2, 6))
+def attention_with_masks_added(q, k, v, lengths):
+    """As transformers' Llama with an attention_mask: weights of a query that sees no key have a derivative."""
+    mask = jnp.broadcast_to((lengths > -0.3)[:, None, None, :], (2, 1, 6, 6))
+    mask = jnp.logical_and(mask, jnp.broadcast_to(tril(6), (2, 1, 6, 6))).astype(jnp.float32)
+    lowest = jnp.full(mask.shape, jnp.finfo(q.dtype).min).astype(q.dtype)
+    return mixed(scores_of(q, k) + lax.select(mask > 0, jnp.zeros_like(lowest), lowest), v)
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_causal_by_addition(q, k, v):
+    """As transformers' Llama without one."""
+    return mixed(scores_of(q, k) + jnp.where(tril(6), 0.0, jnp.finfo(q.dtype).min), v)
+
+
 @spelling(*HEADS, (4, 6, 6), **ATTENTION)
 def attention_with_bias(q, k, v, bias):
     return mixed(scores_of(q, k) + bias, v)
@@ -365,6 +380,15 @@ def attention_of_groups(q, k, v):
 @spelling((2, 4, 6, 8), (2, 4, 5, 8), (2, 4, 5, 3), **ATTENTION)
 def attention_with_heads_first(q, k, v):
     return jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2) * 8**-0.5, -1) @ v
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_of_scaled_queries(q, k, v):
+    """As Flax's, and, in 16 bits, as transformers': query and key wider than the weights."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q.astype(wide) / jnp.sqrt(8.0).astype(wide), k.astype(wide))
+    weights = jax.nn.softmax(jnp.where(tril(6), scores, -1e10)).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 @spelling((6, 8), (5, 8), (5, 3), dot_general=2, softmax=1)
@@ -429,6 +453,11 @@ def attention_dropped_weights(q, k, v, kept):
 @deception("dot_product_attention", *HEADS)
 def attention_masked_gently(q, k, v):
     return mixed(jnp.where(tril(6), scores_of(q, k), -3.0), v)
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_masked_by_another_sign(q, k, v):
+    return mixed(scores_of(q, k) - jnp.where(tril(6), 0.0, jnp.finfo(q.dtype).min), v)
 
 
 @deception("dot_product_attention", *HEADS)

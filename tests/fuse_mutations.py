@@ -254,8 +254,8 @@ def check(jaxpr: ClosedJaxpr, rng: np.random.Generator) -> tuple[str, str]:
             wanted = run(graph, given, {})
         except (ValueError, IndexError, TypeError):
             return "none", ""
-        if wanted is None or not np.isfinite(wanted.value).all() or not np.isfinite(wanted.tangent).all():
-            return "none", ""
+        if wanted is None or not all(np.abs(x).max(initial=0) < 1e6 for x in (wanted.value, wanted.tangent)):
+            return "none", ""  # infinite, NaN, or divided by almost 0, which magnifies roundings
         found = [item for item in _REWRITER.search(graph) if isinstance(item, Match)]
         matches = {value: match for match in found for value in match.results}
         if not matches:

@@ -78,7 +78,19 @@ def test_is_not_deceived(name, rng):
     assert not reports[0].replaced and "jaxops" not in str(jaxpr), str(reports[0])
 
 
-@pytest.mark.parametrize("name", ["rms_divided_by_sqrt", "rms_wide_inside", "layer_fast", "softmax_wide_inside"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rms_divided_by_sqrt",
+        "rms_wide_inside",
+        "layer_fast",
+        "softmax_wide_inside",
+        "attention_of_scaled_queries",
+        "epilogue_wide_inside",
+        "gated_whole",
+        "linear_loss_weighted",
+    ],
+)
 def test_sixteen_bits(name, rng):
     function, shapes, counts = fuse_cases.SPELLINGS[name]
     args, reports = operands(rng, shapes, jnp.bfloat16), []
@@ -489,3 +501,9 @@ def test_bad_arguments():
 def test_mutations(rule):
     """A few of the mutations that `python tests/fuse_mutations.py` makes by the thousand."""
     assert fuse_mutations.main(["--cases", "25", "--rule", rule, "--seed", "1"]) == 0
+
+
+def test_added_masks_are_not_read():
+    reports = []
+    jaxops.fuse(fuse_cases.attention_causal_by_addition, report=reports.append)(*[jnp.ones((2, 6, 4, 8))] * 3)
+    assert reports[0].replaced[0].note == "causal"

@@ -254,30 +254,32 @@ class Cone:
         if value.number() is not None or value in self._peeled:
             return
         chain, inner = [], value
-        while inner.name in MOVES and inner.dtype == np.bool_ and len(inner.inputs) == 1:
+        while (inner.name in MOVES or inner.name == "convert_element_type") and len(inner.inputs) == 1:
             chain.append(inner.node)
             inner = inner.inputs[0]
-        if inner.name != "and" or inner.dtype != np.bool_:
+        masks = inner.inputs if inner.name == "and" and inner.dtype == np.bool_ else _compared(inner)
+        if added := added_mask(value):
+            masks = added[:1]
+        if not masks:
             self._peeled |= self._expanded(value) or {value: self._peel(value)}
             return
         for node in (inner.node, *reversed(chain)):
             self.classes.add(node)
         self.nodes = [inner.node, *reversed(chain), *self.nodes]
         self._shared |= {inner.node, *chain}
-        for mask in inner.inputs:
+        for mask in masks:
             self._read(mask)
 
     def masks_of(self, value: Value) -> list[Value]:
         """The leaves whose conjunction a mask is."""
         if value.number() == 1:
             return []
-        while value not in self._peeled and value.name in MOVES:
+        while value not in self._peeled and (value.name in MOVES or value.name == "convert_element_type"):
             value = value.inputs[0]
         if value in self._peeled:
             return [self._peeled[value]]
-        if value.name == "and":
-            return [leaf for mask in value.inputs for leaf in self.masks_of(mask)]
-        return [value]
+        masks = value.inputs if value.name == "and" else _compared(value)
+        return [leaf for mask in masks for leaf in self.masks_of(mask)] or [value]
 
     def _expanded(self, value: Value) -> dict[Value, Value] | None:
         """If the value is a one-hot array: its nodes join the cone, the labels are the leaf."""
@@ -440,6 +442,36 @@ class Cone:
         found = evaluate(value.name, value.node.params, [inner], self.small(value))
         assert found is not None
         return found
+
+
+def _compared(value: Value) -> list[Value]:
+    """The mask if the value says where it, as numbers, is not 0."""
+    if value.name not in ("gt", "ne") or value.inputs[1].number() != 0:
+        return []
+    inner = value.inputs[0]
+    while inner.name in MOVES or (inner.name == "convert_element_type" and inner.dtype != np.bool_):
+        inner = inner.inputs[0]
+    return value.inputs[:1] if inner.dtype == np.bool_ else []
+
+
+def added_mask(value: Value) -> tuple[Value, bool, float] | None:
+    """The mask if the value is 0 where a key is seen and a large negative number elsewhere.
+
+    So large that nothing is left of a logit to which it is added.
+
+    Returns:
+      The mask, what it says where a key is seen, the number.
+    """
+    value = stripped(value)
+    if value.name != "select_n" or len(value.inputs) != 3 or not value.is_float:
+        return None
+    mask, *cases = value.inputs
+    numbers = [case.number() for case in cases]
+    for seen in (0, 1):
+        number = numbers[1 - seen]
+        if numbers[seen] == 0 and number is not None and -number * float(jax.numpy.finfo(value.dtype).eps) >= 64:
+            return mask, bool(seen), number
+    return None
 
 
 #: The parameters of the known primitives that change what they compute.

@@ -101,6 +101,35 @@ def constant(value: Any, aval: ShapedArray) -> Value:
     return Value(Node("constant", None, [], {"value": value}, [aval]), 0)
 
 
+def description(value: Value, most: int = 40) -> tuple[Any, list[Any]]:
+    """How a value is computed, hashable, and the arrays and inputs of which it is made, which stand by identity."""
+    numbers: dict[Node, int] = {}
+    described, made_of, stack = [], [], [value.node]
+    while stack:
+        if len(numbers) > most:
+            return id(value.node), [value.node]
+        node = stack[-1]
+        pending = [v.node for v in node.inputs if v.node not in numbers]
+        if pending and node not in numbers:
+            stack += pending
+            continue
+        stack.pop()
+        if node in numbers:
+            continue
+        numbers[node] = len(numbers)
+        scalar = Value(node, 0).number() if node.name == "constant" else None
+        if scalar is not None:
+            what: Any = (scalar, str(node.avals[0].dtype))
+        elif node.inputs or node.name == "iota":
+            what = tuple(sorted(f"{k}={v}" for k, v in node.params.items()))
+        else:
+            made_of.append(node.params.get("value", node))
+            what = id(made_of[-1])
+        read = tuple((numbers[v.node], v.i) for v in node.inputs)
+        described.append((node.name, what, read, node.avals[0].shape, str(node.avals[0].dtype)))
+    return (value.i, *described), made_of
+
+
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):

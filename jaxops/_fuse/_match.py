@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from jaxops._fuse._cone import Cone, Reference, agrees
-from jaxops._fuse._graph import Graph, Node, Value
+from jaxops._fuse._graph import Graph, Node, Value, description
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,3 +53,11 @@ class Search:
         if key not in self._checked:
             self._checked[key] = agrees(cone, reference, trials)
         return self._checked[key]
+
+    def remembered(self, key: tuple, value: Value, compute: Callable[[], Any]) -> Any:
+        """compute(), once for all values that are computed alike from the same constants, as those of each layer."""
+        described, constants = description(value)
+        key = (*key, described)
+        if key not in self._checked:
+            self._checked[key] = compute(), constants  # whose identities are in the key
+        return self._checked[key][0]

@@ -1,10 +1,11 @@
 """Attention: a softmax between two products, whose scores and weights nothing else uses.
 
 Where the search begins: the sum of a softmax's exponentials. Assumed: between the first product and the softmax are
-factors, a soft cap, a bias, and masks that put a number of -10000 or less where a key is not seen, logits being small
-against it; nothing between the softmax and the second product, but casts and transpositions. With -inf a query that
-sees no key gives NaN, and jaxops the mean of all values: such masks are taken only if they are causal. A mask that is
-known at trace time and causal is not read. The check on small rows decides about the rest: factors, layout, masks.
+factors (also of the query, before it), a soft cap, a bias, and masks that put a number of -10000 or less where a key is
+not seen, logits being small against it, or, if every query is known to see a key, add it; nothing between the softmax
+and the second product, but casts and transpositions. With -inf a query that sees no key gives NaN, and jaxops the mean
+of all values: such masks are taken only if they are causal. A mask that is known at trace time and causal is not read.
+The check on small rows decides about the rest: factors, layout, masks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +23,8 @@ import numpy as np
 import jaxops
 from jaxops import _arguments as arguments
 from jaxops._fuse import _arithmetic as numerics
-from jaxops._fuse._cone import MOVES, Cone, Refusal, core, is_cast, known_value, onward
-from jaxops._fuse._graph import Node, Value
+from jaxops._fuse._cone import MOVES, Cone, Refusal, added_mask, core, is_cast, known_value, onward, widens
+from jaxops._fuse._graph import COPIES, Node, Value
 from jaxops._fuse._match import Match, Search
 from jaxops._fuse._rules._softmaxes import exponentials, less_maximum
 
@@ -46,6 +47,8 @@ class _Logits:
     cap: float | None = None
     bias: Value | None = None
     masks: tuple[tuple[Value, bool, float], ...] = ()  # the mask, what it says where a key is seen, the number
+    added: Value | None = None  # which of them is added
+    query_first: bool = True
 
 
 def find(search: Search, node: Node) -> Match | None:
@@ -66,13 +69,46 @@ def find(search: Search, node: Node) -> Match | None:
     refusal: Refusal | None = None
     ends = [second, *onward(search.graph, second, 3)]
     for end in (e for e in ends if e == second or is_cast(e.node)):
-        for query, key in (logits.product.inputs, logits.product.inputs[::-1]):
+        for query, key, scaled in _queries(logits, value.dtype):
             try:
-                return _match(search, query, key, value, end, logits)
+                return _match(search, query, key, value, end, scaled)
             except Refusal as why:
                 refusal = why if refusal is None else max(refusal, why, key=lambda r: r.stage)
     assert refusal is not None
     raise refusal
+
+
+def _queries(logits: _Logits, dtype: np.dtype) -> Iterator[tuple[Value, Value, _Logits]]:
+    """What may be query and key: without casts to a wider dtype, and the query without factors; or as they are."""
+    sides = logits.product.inputs
+    for i in (0, 1):
+        query, key = sides[i], sides[1 - i]
+        given = dataclasses.replace(logits, query_first=not i)
+        bare_query, factor = _unscaled(query, dtype)
+        bare_key = core(key) if core(key).dtype == dtype else key
+        if (bare_query, bare_key) != (query, key):
+            yield bare_query, bare_key, dataclasses.replace(given, scale=logits.scale * factor)
+        yield query, key, given
+
+
+def _unscaled(value: Value, dtype: np.dtype) -> tuple[Value, float]:
+    """What a value is a multiple of, of the dtype given, and the factor."""
+    found, factor = (value, 1.0), 1.0
+    while True:
+        if value.name in COPIES or widens(value.node):
+            value = value.inputs[0]
+        elif value.name in ("mul", "div"):
+            numbers = [v.number() for v in value.inputs]
+            places = [i for i, n in enumerate(numbers) if n and (i == 1 or value.name == "mul")]
+            if not places or value.inputs[1 - places[0]].shape != value.shape:
+                return found
+            number = numbers[places[0]]
+            factor *= number if value.name == "mul" else 1 / number
+            value = value.inputs[1 - places[0]]
+        else:
+            return found
+        if value.dtype == dtype:
+            found = value, factor
 
 
 def _depends(value: Value, on: Value) -> bool:
@@ -112,6 +148,11 @@ def _logits(value: Value) -> _Logits | None:
     if node.name == "add":
         for a, b in (node.inputs, node.inputs[::-1]):
             if (found := _logits(a)) is not None:
+                if (mask := added_mask(b)) is not None:
+                    if found.added is not None:
+                        return None
+                    found.masks, found.added = (*found.masks, mask), mask[0]
+                    return found
                 if found.bias is not None or found.masks:
                     return None
                 found.bias = b
@@ -183,9 +224,8 @@ def _layout(cone: Cone, query: Value, key: Value, value: Value, logits: _Logits)
     classes = cone.classes
     q, k, v, out = (classes.of(x) for x in (query, key, value, cone.out))
     contracted, batch = logits.product.params["dimension_numbers"]
-    is_lhs = logits.product.inputs[0] == query
-    depths = [q[d] for d in contracted[0 if is_lhs else 1]]
-    shared = [k[d] for d in sorted(batch[1 if is_lhs else 0])]
+    depths = [q[d] for d in contracted[0 if logits.query_first else 1]]
+    shared = [k[d] for d in sorted(batch[1 if logits.query_first else 0])]
     keys = [c for c in k if c not in depths and c not in shared]
     if len(depths) != 1 or len(keys) != 1 or len(set(q)) != len(q) or len(set(k)) != len(k):
         raise Refusal("its products contract other axes than those of attention")
@@ -240,9 +280,11 @@ def _match(search: Search, query: Value, key: Value, value: Value, end: Value, l
     layout, sizes = _layout(cone, query, key, value, logits)
     masks, causal = [], False
     for mask, seen, number in logits.masks:
+        if mask == logits.added and _shows(search, mask, seen, cone, layout, sizes) is None:
+            # Its weights, all equal, depend on the logits still, unlike those of logits that are replaced.
+            raise Refusal("its mask is added, so that a query without keys has a derivative", 1)
         for part in cone.masks_of(mask) if seen else [mask]:
-            known = known_value(part, _KNOWN)
-            if known is not None and _is_causal(known if seen else ~known, cone, part, layout, sizes):
+            if _shows(search, part, seen, cone, layout, sizes) == "causal":
                 causal = True
             elif number == -math.inf:
                 raise Refusal("a query that sees no key gives NaN", 1)
@@ -302,21 +344,29 @@ class _Plan:
     sides: tuple[tuple[str, ...], ...]
 
 
-def _is_causal(known: np.ndarray, cone: Cone, mask: Value, layout: _Layout, sizes: dict[str, int]) -> bool:
-    """Whether a mask shows each query the keys up to its own position."""
+def _shows(search: Search, mask: Value, seen: bool, cone: Cone, layout: _Layout, sizes: dict[str, int]) -> str | None:
+    """What is known of a mask at trace time: "causal"; "one", if each query sees a key; None.
+
+    seen: what it says where a key is seen.
+    """
     places = {c: i for i, c in enumerate(cone.classes.of(mask))}
     names = {name: c for c, name in _named(cone, layout).items()}
     query, key = places.get(names["query"]), places.get(names["key"])
     if query is None or key is None:
-        return False
-    if any(
-        known.shape[i] != 1 and not (known == known.take([0], i)).all()
-        for i in range(known.ndim)
-        if i not in (query, key)
-    ):
-        return False
-    matrix = np.moveaxis(known, (query, key), (-2, -1)).reshape(-1, *(known.shape[i] for i in (query, key)))[0]
-    return matrix.shape == (sizes["query"], sizes["key"]) and bool((matrix == np.tri(*matrix.shape, dtype=bool)).all())
+        return None
+    lengths = (sizes["query"], sizes["key"])
+
+    def compute() -> str | None:
+        known = known_value(mask, _KNOWN)
+        if known is None:
+            return None
+        known = known if seen else ~known
+        moved = np.moveaxis(known, (query, key), (-2, -1)).reshape(-1, known.shape[query], known.shape[key])
+        if moved.shape[1:] == lengths and (moved == np.tri(*lengths, dtype=bool)).all():
+            return "causal"
+        return "one" if known.any(key).all() else None
+
+    return search.remembered((OP, seen, query, key, lengths), mask, compute)
 
 
 def _named(cone: Cone, layout: _Layout) -> dict[Any, str]:
