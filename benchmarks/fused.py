@@ -6,6 +6,7 @@ with a causal mask that is added, a gated MLP of three products, a head that is 
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from typing import Any
 
@@ -122,7 +123,9 @@ def run(settings: harness.Settings) -> bool:
             "plain": _step(case.loss),
             "fused": _step(jaxops.fuse(case.loss, report=reports.append)),
         }
-        compiled = {name: step.lower(parameters, tokens).compile() for name, step in steps.items()}
+        lowered = [step.lower(parameters, tokens) for step in steps.values()]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compiled = dict(zip(steps, pool.map(lambda step: step.compile(), lowered), strict=True))
         losses: dict[str, list[float]] = {}
         for name, step in compiled.items():
             now, losses[name] = parameters, []

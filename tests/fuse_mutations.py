@@ -67,18 +67,11 @@ _OTHER = {
 }
 
 
-def _sliced(params, x: numerics.Dual) -> numerics.Dual:
-    steps = params["strides"] or [1] * len(x.shape)
-    at = tuple(map(slice, params["start_indices"], params["limit_indices"], steps))
-    return x.map(lambda a: a[at])
-
-
 #: What the spellings have around what is matched, and no match has inside.
 _MORE = {
     "sin": lambda _, x: numerics.Dual(np.sin(x.value), np.cos(x.value) * x.tangent),
     "cos": lambda _, x: numerics.Dual(np.cos(x.value), -np.sin(x.value) * x.tangent),
     "rem": lambda _, x, y: numerics.Dual(np.fmod(x.value, y.value)),
-    "slice": _sliced,
 }
 
 

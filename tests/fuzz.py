@@ -94,8 +94,10 @@ def draw(values: str, rng: np.random.Generator, shape, dtype, largest: float) ->
             x = x * tiny * 0.1
         elif values == "huge":
             x = np.clip(x, -1, 1) * min(largest, 0.5 * float(jnp.finfo(dtype).max))
-        elif values == "equal":
-            x = np.full(shape, 3.3)
+        elif values == "far":  # a mean whose square is no number of f32
+            x = 3e19 + 1e17 * x if float(jnp.finfo(dtype).max) > 1e20 else 1e3 + x
+        elif values in ("equal", "forty"):
+            x = np.full(shape, 3.3 if values == "equal" else 40.0)
         elif values == "one hot":
             x = np.where(rng.random(shape) < 0.1, 100.0, x)
         elif values == "zero":
@@ -124,7 +126,11 @@ def _numbers(case: Case, values, rng, name, shape, dtype):
     if case.op.endswith("norm") and name in ("scale", "bias"):
         return draw("normal", rng, shape, dtype, 1.0)
     if name.endswith("scale") or name == "bias":
-        return (2 * rng.standard_normal(shape)).astype(dtype)
+        x = 2 * rng.standard_normal(shape)
+        x = 0.01 * x if values == "forty" else x
+        if values == "hidden" and case.op.endswith("softmax") and name == "bias":
+            x = np.where(rng.random(shape) < 0.15, -np.inf, x)
+        return x.astype(dtype)
     # Squares and products must not overflow.
     largest = 1e30 if case.op.endswith("softmax") else 1e100 if dtype == "float64" else 1e15
     x = draw(values, rng, shape, dtype, largest)
@@ -415,7 +421,7 @@ def _logits_case(draw, op, floats):
     if draw(st.integers(0, 3)) == 0:
         operands.append(("where", draw(_broadcast(joint)), "bool"))
     given = {name for name, *_ in operands}
-    more = () if "bias" in given else ("huge",) if "scale" in given else ("huge", "-inf", "inf", "nan")
+    more = ("hidden",) if "bias" in given else ("huge",) if "scale" in given else ("huge", "-inf", "inf", "nan")
     common = draw(_common(operands, (*_LOGITS_VALUES, *more)))
     rank = len(np.broadcast_shapes(*(shape for _, shape, _ in operands)))
     options = [("axis", _axis(draw, rank))]
@@ -446,7 +452,8 @@ def _norm_case(draw, op, floats):
     options = [("axis", axis), ("epsilon", draw(st.sampled_from((1e-6, 1e-5, 0.5, 1e-12))))]
     if draw(st.integers(0, 3)) == 0:
         options.append(("dtype", draw(st.sampled_from(floats))))
-    return Case(op, options=tuple(options), **draw(_common(operands, _NORM_VALUES)))
+    values = (*_NORM_VALUES, "far") if op == "layer_norm" else _NORM_VALUES
+    return Case(op, options=tuple(options), **draw(_common(operands, values)))
 
 
 _MATMUL_VALUES = ("normal", "normal", "wide", "equal", "zero", "nan", "tiny")

@@ -30,6 +30,27 @@ REGRESSIONS = {
         derivative="vjp",
         seed=59,
     ),
+    # The square of a distance between means overflowed.
+    "layer_norm of rows with means beyond 1.8e19": Case(
+        "layer_norm",
+        (("x", (4, 256), "float32"), ("scale", (256,), "float32")),
+        options=(("axis", -1), ("epsilon", 1e-6)),
+        values=("far",),
+        derivative="vjp",
+    ),
+    # Batch axes that cannot be merged are more than the kernels take.
+    "nine batch axes": Case(
+        "matmul",
+        (("a", (2, 1, 2, 1, 2, 1, 2, 1, 2, 3, 4), "float32"), ("b", (1, 2, 1, 2, 1, 2, 1, 2, 1, 4, 3), "float32")),
+        options=(("precision", "highest"),),
+        derivative="vjp",
+    ),
+    # XLA's product was rounded before it was scaled.
+    "sums beyond float16 that a scale brings back": Case(
+        "matmul",
+        (("a", (3, 64), "float16"), ("b", (64, 5), "float16"), ("lhs_scale", (), "float32")),
+        values=("forty",),
+    ),
     # XLA:CPU had no dot for it.
     "bf16 times a batch of one": Case(
         "matmul", (("a", (6, 31), "bfloat16"), ("b", (1, 31, 3), "bfloat16")), layout="transposed", derivative="vjp"

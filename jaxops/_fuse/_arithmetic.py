@@ -201,6 +201,10 @@ def evaluate(name: str, params: dict[str, Any], operands: Sequence[Dual], shape:
             for axis, size in zip(params["broadcast_dimensions"], first.shape, strict=True):
                 spread[axis] = size
             return first.map(lambda x: np.broadcast_to(x.reshape(spread), shape))
+        case "slice":
+            steps = params["strides"] or [1] * len(first.shape)
+            at = tuple(map(slice, params["start_indices"], params["limit_indices"], steps))
+            return first.map(lambda x: x[at])
         case "dot_general":
             return product(*operands, params["dimension_numbers"])
         case "concatenate":
