@@ -508,3 +508,36 @@ def test_methods_of_unbound_models():
     model, report = linen.swap(plain)
     assert jnp.allclose(model.loss(variables, x), plain.loss(variables, x), rtol=1e-5)
     assert report.swapped == {"LayerNorm_0": "LayerNorm", "Model: softmax": "softmax"}
+
+
+class _OwnNorm(nnx.Module):
+    """A norm of its own, a table whose weights it multiplies, attention, and a layer that does not run."""
+
+    def __init__(self, rngs):
+        self.table, self.unused = nnx.Linear(8, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return self.attention(x @ self.table.kernel[...])
+
+
+def test_report_traces_a_call():
+    """It counts what stays with XLA, and says which swapped layers do not run."""
+    model, report = fast.swap(_OwnNorm(nnx.Rngs(0)))
+    assert {"table", "unused", "attention", "attention/query"} <= set(report.swapped)
+    assert report.trace(lambda x: model(x), jnp.ones((2, 3, 8))) is report
+    assert report.left == {"rms_norm": 1, "dot_general": 1}
+    assert set(report.idle) == {"table", "unused"} and set(report.swapped) == {
+        "attention",
+        *(f"attention/{name}" for name in ("query", "key", "value", "out")),
+    }
+    assert "swapped, but does not run" in str(report) and "XLA's: 1 rms_norm, 1 dot_general" in str(report)
+
+
+def test_report_traces_copies_of_layers():
+    """Which of them run is not known; the list stays."""
+    model, report = fast.swap(_OwnNorm(nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    report.trace(lambda state, x: nnx.merge(graph, state)(x), state, jnp.ones((2, 3, 8)))
+    assert "table" in report.swapped and not report.idle and report.left["rms_norm"] == 1

@@ -31,7 +31,7 @@ _Loss = Callable[[Any, jax.Array], jax.Array]
 
 
 class Model(NamedTuple):
-    """A library, and what makes a loss of parameters and tokens, and parameters, for a dtype."""
+    """A library, and a function of a dtype that makes a loss (of parameters and tokens) and parameters."""
 
     library: str
     make: Callable[[Any], tuple[_Loss, Any]]
@@ -230,7 +230,7 @@ _LOSSES = ("linear_cross_entropy", "softmax_cross_entropy_with_integer_labels")
 
 
 def shares(report: jaxops.FuseReport) -> dict[str, tuple[int, int]]:
-    """Of norms, softmaxes (those of attention too), products, attention blocks and losses: found, and of how many."""
+    """Of norms, softmaxes (of attention too), products, attention blocks and losses: found, and of how many."""
     counts = report.counts
     missed = [miss.what for miss in report.near_misses]
     attention = counts.get("dot_product_attention", 0)

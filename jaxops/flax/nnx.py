@@ -24,7 +24,7 @@ from jax.lax import dot_general as _jax_dot_general
 from jaxops._warnings import warn_fallback
 from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
-from jaxops.flax._report import SwapReport
+from jaxops.flax._report import SwapReport, note_run
 from jaxops.ops._attention_plain import WHOLE
 from jaxops.ops.attention import projections_noted
 from jaxops.ops.matmul import dot_general
@@ -61,6 +61,7 @@ _FLAX = types.SimpleNamespace(
 
 
 def _normalise(layer: Any, x: jax.Array, mask: Any, centred: bool, flax: type[nnx.Module], residual: Any) -> Any:
+    note_run(layer)
     x = arguments.array(flax.__name__, "x", x)
     mask = arguments.mask(flax.__name__, mask, x.shape)
     given = (layer.scale, layer.bias if centred else None)
@@ -193,6 +194,7 @@ class Linear(nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """`[..., in_features]` to `[..., out_features]`; with `out_sharding` the product is XLA's."""
+        note_run(self)
         if _why_no_product(self):
             return _FLAX.Linear.__call__(self, inputs, out_sharding)
         inputs = arguments.inputs("Linear", inputs)
@@ -215,6 +217,7 @@ class LinearGeneral(nnx.LinearGeneral):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Contracts the axes `axis`; the new feature axes come last."""
+        note_run(self)
         if id(self) in (projections := _projections.get() or {}):
             return projections[id(self)]
         if _why_no_product(self):
@@ -404,6 +407,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def __call__(self, inputs_q: jax.Array, *others: Any, **options: Any) -> jax.Array:
         """Flax's signature: `(inputs_q, inputs_k=None, inputs_v=None, *, mask=None, deterministic=None, ...)`."""
+        note_run(self)
         arguments.array("MultiHeadAttention", "inputs_q", inputs_q)
         given = [x for x in (*others, options.get("inputs_k"), options.get("inputs_v")) if x is not None]
         together = options.get("qkv_sharding") is None and all(x is inputs_q for x in given)
@@ -543,6 +547,7 @@ def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_M
                 why = why or "products=False"
             if why is None:
                 report.swapped[where] = type(layer).__name__
+                report._layers[where] = weakref.ref(layer)
                 if isinstance(layer, _FLAX.MultiHeadAttention):
                     report.attention[where] = _how(layer, products)
                 _swap_layer(layer, products)
