@@ -66,29 +66,6 @@ def _of_transformers(name: str, **sizes: Any) -> Callable[[Any], tuple[_Loss, An
 _SIZES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "intermediate_size": HIDDEN}
 
 
-def _of_gemma(dtype: Any) -> tuple[_Loss, Any]:
-    from gemma import gm
-
-    kinds = [gm.nn.AttentionType.LOCAL_SLIDING, gm.nn.AttentionType.GLOBAL]
-    config = gm.nn.config.TransformerConfig(
-        num_embed=VOCABULARY,
-        embed_dim=WIDTH,
-        hidden_dim=HIDDEN,
-        num_heads=HEADS,
-        head_dim=WIDTH // HEADS,
-        num_kv_heads=HEADS // 2,
-        final_logit_softcap=30.0,
-        use_post_attn_norm=True,
-        use_post_ffw_norm=True,
-        attention_types=kinds,
-        attn_logits_soft_cap=50.0,
-        sliding_window_size=8,
-    )
-    model = gm.nn.Transformer(config=config, dtype=dtype, tokens="tokens")
-    variables = model.init(jax.random.key(0), _tokens())
-    return lambda p, tokens: next_token_loss(model.apply(p, tokens).logits, tokens), variables
-
-
 def _of_equinox(dtype: Any) -> tuple[_Loss, Any]:
     import equinox as eqx
 
@@ -179,33 +156,6 @@ def _of_penzai(dtype: Any) -> tuple[_Loss, Any]:
     return loss, values
 
 
-def _of_praxis(dtype: Any) -> tuple[_Loss, Any]:
-    from praxis import base_layer, pax_fiddle
-    from praxis.layers import transformer_models, transformers
-
-    config = pax_fiddle.Config(transformer_models.TransformerLm, name="lm", model_dims=WIDTH, vocab_size=VOCABULARY)
-    config.stacked_transformer_tpl = pax_fiddle.Config(
-        transformers.StackedTransformer,
-        model_dims=WIDTH,
-        hidden_dims=HIDDEN,
-        num_heads=HEADS,
-        num_layers=LAYERS,
-        use_cross_attention=False,
-    )
-    config.softmax_tpl.scale_sqrt_depth = True
-    config.fprop_dtype = config.dtype = dtype
-    model = base_layer.instantiate(config)
-    paddings = jnp.zeros((BATCH, TOKENS), dtype)
-    with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
-        variables = model.init({"params": jax.random.key(0), "random": jax.random.key(1)}, _tokens(), paddings)
-
-    def loss(variables, tokens):
-        with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
-            return next_token_loss(model.apply(variables, tokens, paddings).logits, tokens)
-
-    return loss, variables
-
-
 MODELS = {
     "transformers' Flax Llama": Model("transformers", _of_transformers("Llama", **_SIZES)),
     "transformers' Flax Gemma": Model(
@@ -216,11 +166,9 @@ MODELS = {
         _of_transformers("GPT2", n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, resid_pdrop=0.0, n_positions=64),
     ),
     "transformers' Flax BERT": Model("transformers", _of_transformers("Bert", **_SIZES)),
-    "gemma": Model("gemma", _of_gemma),
     "equinox": Model("equinox", _of_equinox),
     "haiku": Model("dm-haiku", _of_haiku),
     "penzai": Model("penzai", _of_penzai),
-    "praxis": Model("praxis", _of_praxis),
 }
 
 #: How many products of matrices each op has.
@@ -290,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             if options.reports:
                 print(report, file=sys.stderr)
-            cells = [f"{found} of {whole}" for found, whole in shares(report).values()]
+            cells = [f"{found}/{whole}" for found, whole in shares(report).values()]
             print(f"| {name} {version} | {dtype} | {' | '.join(cells)} | {worst:.1g} |", flush=True)
             print(f"{name} {dtype}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return failed
