@@ -1,12 +1,7 @@
 // The Python face of one half of jaxops: compiled once as jaxops/_cpu and once, with JAXOPS_CUDA, as jaxops/_cuda.
 #include <nanobind/nanobind.h>
 
-#include "targets.h"
-#include "xla/ffi/api/c_api.h"
-
-#define JAXOPS_DECLARE(name) extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame*);
-JAXOPS_TARGETS(JAXOPS_DECLARE)
-#undef JAXOPS_DECLARE
+#include "core/handler.h"
 
 namespace nb = nanobind;
 
@@ -19,9 +14,8 @@ NB_MODULE(_cpu, m) {
       "targets",
       [] {
         nb::dict targets;
-#define JAXOPS_CAPSULE(name) targets[#name] = nb::capsule(reinterpret_cast<void*>(name));
-        JAXOPS_TARGETS(JAXOPS_CAPSULE)
-#undef JAXOPS_CAPSULE
+        for (const auto& [name, handler] : jaxops::RegisteredHandlers())
+          targets[nb::str(name.data(), name.size())] = nb::capsule(reinterpret_cast<void*>(handler));
         return targets;
       },
       "Maps each kernel's name to the capsule of its FFI handler.");

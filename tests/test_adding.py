@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 
+import jaxlib
 import pytest
 import test_docs
 
@@ -49,29 +50,39 @@ else:
 """
 
 
-def test_lists():
-    """The page's additions to lists have the form of the existing entries."""
-    assert " X(softmax_fwd) " in (ROOT / "ffi/targets.h").read_text()
-    assert FILES["ffi/targets.h"].split() == ["X(l2_normalize_fwd)", "\\"]
-    cmake = (ROOT / "CMakeLists.txt").read_text().splitlines()
-    for line in FILES["CMakeLists.txt"].splitlines():
-        assert line.replace("l2_normalize", "softmax") in cmake
-    shown = set(FILES) - {"ffi/targets.h", "CMakeLists.txt", "tests/support/ops.py"}
-    assert all((ROOT / name.replace("l2_normalize", "softmax")).parent.is_dir() for name in shown)
+def test_files():
+    """The page's files are where those of an op are, so that the build finds them."""
+    shown = set(FILES) - {"tests/support/ops.py"}
+    assert all(
+        (ROOT / name.replace("l2_normalize", "softmax")).is_file()
+        for name in shown - {"ffi/ops/l2_normalize/l2_normalize.h"}
+    )
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_op(tmp_path):
-    jaxlib = pytest.importorskip("jaxlib")
+@pytest.fixture
+def includes(tmp_path):
+    """The compiler's options for the page's files, written to a folder."""
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    library = tmp_path / f"l2_normalize{sysconfig.get_config_var('SHLIB_SUFFIX')}"
     headers = pathlib.Path(jaxlib.__file__).parent / "include"
+    return ["-std=c++20", f"-I{tmp_path / 'ffi'}", f"-I{ROOT / 'ffi'}", "-isystem", str(headers)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_cuda_handler_compiles(tmp_path, includes):
+    options = ["-arch=sm_90a", "-DJAXOPS_CUDA", "--expt-relaxed-constexpr", "-Werror=all-warnings", "-c"]
+    source, target = (str(tmp_path / name) for name in ("ffi/ops/l2_normalize/l2_normalize.cu", "object.o"))
+    subprocess.run(["nvcc", *options, *includes, source, "-o", target], check=True)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_op(tmp_path, includes):
+    library = tmp_path / f"l2_normalize{sysconfig.get_config_var('SHLIB_SUFFIX')}"
     source = tmp_path / "ffi/ops/l2_normalize/l2_normalize_cpu.cc"
-    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-fPIC", "-shared"]
-    includes = [f"-I{tmp_path / 'ffi'}", f"-I{ROOT / 'ffi'}", "-isystem", str(headers)]
+    options = ["-O1", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-fPIC", "-shared"]
     subprocess.run(["g++", *options, *includes, str(source), "-o", str(library)], check=True)
     files = [tmp_path / name for name in ("jaxops/ops/l2_normalize.py", "tests/support/ops.py")]
     subprocess.run([sys.executable, "-c", RUN, str(library), *map(str, files)], cwd=ROOT / "tests", check=True)

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <exception>
 #include <initializer_list>
+#include <map>
 #include <string>
+#include <string_view>
 
 #ifdef JAXOPS_CUDA
 #include <cuda_runtime.h>
@@ -80,9 +82,19 @@ struct Guarded<kHandler> {
   }
 };
 
+// The handlers of this half by name, complete once the module is loaded. jaxops/_kernel.py prefixes "jaxops." and
+// appends the version of the calling convention. Hidden, because each half has its own.
+using Handlers = std::map<std::string_view, XLA_FFI_Error* (*)(XLA_FFI_CallFrame*)>;
+[[gnu::visibility("hidden")]] inline Handlers& RegisteredHandlers() {
+  static Handlers handlers;
+  return handlers;
+}
+
+// Defines the FFI target `name` and registers it.
 #define JAXOPS_HANDLER(name, function, ...)                                                            \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, ::jaxops::Guarded<function>::Call, ::jaxops::Bind().__VA_ARGS__, \
-                                ::jaxops::kTraits)
+                                ::jaxops::kTraits);                                                    \
+  [[maybe_unused]] static const bool name##_is_registered = ::jaxops::RegisteredHandlers().emplace(#name, name).second
 
 }  // namespace jaxops
 
