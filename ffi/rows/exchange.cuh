@@ -83,7 +83,8 @@ struct CountMeanSquares {
   static __device__ Values<A, 3> Join(const Values<A, 3>& a, const Values<A, 3>& b) {
     const A count = a.v[0] + b.v[0], distance = b.v[1] - a.v[1];
     const A share = count > 0 ? b.v[0] * Reciprocal(count) : A{0};
-    return {count, a.v[1] + distance * share, a.v[2] + b.v[2] + distance * distance * a.v[0] * share};
+    // In this order: 0 where a side has no elements, also if the square of the distance is infinite.
+    return {count, a.v[1] + distance * share, a.v[2] + b.v[2] + distance * (distance * (a.v[0] * share))};
   }
   template <class A, int kCount = 3>
   static __device__ Values<A, kCount> Identity() {

@@ -189,7 +189,7 @@ struct Element {
   const Part& part;
   const uint8_t* where;  // the row's
 
-  __device__ bool Takes(int column) const { return !where || where[column * a.where_step]; }
+  __device__ bool Takes(int column) const { return !where || where[column * a.where_step] & 1; }
   __device__ bool IsInside(int column) const { return column >= 0 && column < part.columns; }
 
   // Adds the packs index, index + step, ..., of which those before `end` are there. Others' elements become -inf.
@@ -472,7 +472,8 @@ __global__ void __launch_bounds__(kGeneralThreads) GeneralRows(const __grid_cons
     for (int64_t column = lane; column < columns; column += lanes) {
       int64_t at[Call::kSlots];
       a.shape.columns.Offsets(column, at);
-      visit(start[Call::kFull] + at[Call::kFull], !a.where || a.where[start[Call::kWhere] + at[Call::kWhere]], column);
+      visit(start[Call::kFull] + at[Call::kFull], !a.where || a.where[start[Call::kWhere] + at[Call::kWhere]] & 1,
+            column);
     }
   };
   const int64_t at_row = start[Call::kRow];

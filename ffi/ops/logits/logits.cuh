@@ -50,7 +50,7 @@ struct LogitsOptions {
       if (distance + i * step < 0) bits &= ~(1u << i);
     return bits;
   }
-  // Which of a pack's booleans are true.
+  // Which of a pack's booleans are true: their lowest bits say, as XLA has it.
   template <int kV>
   __device__ static uint32_t TrueBits(const Pack<uint8_t, kV>& booleans) {
     uint32_t bits = 0;
@@ -59,7 +59,7 @@ struct LogitsOptions {
       for (int i = 0; i < kV; i += 4) bits |= BitsOf(reinterpret_cast<const uint32_t&>(booleans.lane[i])) << i;
     } else {
 #pragma unroll
-      for (int i = 0; i < kV; ++i) bits |= static_cast<uint32_t>(booleans.lane[i] != 0) << i;
+      for (int i = 0; i < kV; ++i) bits |= (booleans.lane[i] & 1u) << i;
     }
     return bits;
   }
@@ -113,7 +113,8 @@ struct LogitsOptions {
       row.ForEachPack([&](int pack, int column) {
         const auto seen = row.template ReadBroadcast<Slot::kWhere>(where, pack, column);
 #pragma unroll
-        for (int w = 0; w < held.kWords; ++w) held.packs[pack][w] = reinterpret_cast<const uint32_t&>(seen.lane[4 * w]);
+        for (int w = 0; w < held.kWords; ++w)
+          held.packs[pack][w] = reinterpret_cast<const uint32_t&>(seen.lane[4 * w]) & 0x01010101u;
       });
     }
     return held;
@@ -246,7 +247,7 @@ struct LogitsOptions {
 
  private:
   // Four booleans, one a byte, as bits: the product has the sum of the bytes' bits at 28, 29, 30 and 31, no carries.
-  __device__ static uint32_t BitsOf(uint32_t booleans) { return booleans * 0x10204080u >> 28; }
+  __device__ static uint32_t BitsOf(uint32_t booleans) { return (booleans & 0x01010101u) * 0x10204080u >> 28; }
 
   // Masked entries are made -inf, their biases 0. A scale that is not positive goes into the packs, so that they stay
   // so. All reads begin before the first is used.

@@ -28,7 +28,7 @@ __device__ auto Weights(const auto& row, const uint8_t* where) {
   if constexpr (kWhere) {
     return row.Keep([&row, where](int pack, int column) {
       const auto counts = row.template ReadBroadcast<Slot::kWhere>(where, pack, column);
-      return [=, &row](int i) { return counts.lane[i] && row.Inside(column, i) ? A{1} : A{0}; };
+      return [=, &row](int i) { return (counts.lane[i] & 1) && row.Inside(column, i) ? A{1} : A{0}; };  // as XLA has it
     });
   } else {
     return [](int, int) { return [](int) { return A{1}; }; };
