@@ -82,17 +82,17 @@ bench: build ## Benchmark an op beside XLA; OP=softmax
 # Each GPU thread becomes a fiber. Needs the CUDA toolkit's headers, but no GPU.
 emulate: build ## Test the CUDA row kernels on the CPU
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include JOBS=2 tools/variant.sh $(python) emulate -DJAXOPS_EMULATE=ON -- \
-	  tests/test_softmax.py tests/test_logits.py tests/test_norm.py tests/test_rows.py tests/test_contract.py \
-	  tests/test_fuzz.py tests/test_frames.py \
+	  tests/ops/test_softmax.py tests/ops/test_logits.py tests/ops/test_norm.py tests/handlers/test_rows.py tests/ops/test_contract.py \
+	  tests/ops/test_fuzz.py tests/handlers/test_frames.py \
 	  -k 'not matmul and not cuda and not memory_of_some_rows and not depend_on_threads' $(ARGS)
 
 # With AddressSanitizer the tests also call the handlers through JAX. JAX does not support ThreadSanitizer, so with it
 # they only call the handlers directly, with call frames of every row length and malformed ones.
 sanitize: build ## Test the CPU handlers under sanitizers
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) address,undefined -m '' \
-	  tests/test_frames.py tests/test_softmax.py tests/test_logits.py tests/test_norm.py -k 'not cuda' $(ARGS)
+	  tests/handlers/test_frames.py tests/ops/test_softmax.py tests/ops/test_logits.py tests/ops/test_norm.py -k 'not cuda' $(ARGS)
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) thread -m '' \
-	  tests/test_frames.py -k 'not cuda' $(ARGS)
+	  tests/handlers/test_frames.py -k 'not cuda' $(ARGS)
 
 sanitize-gpu: build ## Test the GPU handlers under compute-sanitizer; ARGS='--only "memcheck matmul"'
 	$(python) tools/sanitize_gpu.py $(ARGS)

@@ -1,6 +1,6 @@
 """Limits of the handlers. The choice of a kernel respects them; calls beyond a limit run on XLA.
 
-Each limit is also a constant in ffi/ (`kMaxAxes`); tests/test_limits.py compares both lists.
+Each limit is also a constant in ffi/ (`kMaxAxes`); tests/jax/test_limits.py compares both lists.
 """
 
 #: Normalised axes of a row kernel after joining, and its other axes after joining.

@@ -1,7 +1,7 @@
 """The errors of every op, option and dtype over ordinary and adversarial inputs, their bounds, and jax.nn's errors.
 
 `make accuracy` measures on the device at hand, writes the figures into benchmarks/results/accuracy.csv, in place of the
-older ones of that device, and docs/accuracy.md from all of them; tests/test_accuracy.py enforces the bounds.
+older ones of that device, and docs/accuracy.md from all of them; tests/ops/test_accuracy.py enforces the bounds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import fuzz
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 from fuzz import Case
+from support import oracle
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "accuracy.csv", ROOT / "docs" / "accuracy.md"

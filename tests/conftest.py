@@ -1,9 +1,10 @@
+import contextlib
 import os
 import pathlib
 import sys
 import zlib
 
-import gpus
+from support import gpus
 
 # For `benchmarks`: last, behind the installed jaxops.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
@@ -31,6 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import jax
 import numpy as np
 import pytest
+from support import frames
 
 import jaxops
 from jaxops import _kernel, _warnings
@@ -110,3 +112,13 @@ def fallback(monkeypatch):
 @pytest.fixture(scope="session")
 def on_gpu():
     return jax.default_backend() == "gpu"
+
+
+@pytest.fixture(scope="session")
+def memory():
+    """The memory of each half that can run here."""
+    found = {"cpu": frames.Host()}
+    if "cuda" in _kernel.HANDLERS:
+        with contextlib.suppress(OSError, RuntimeError):  # no driver, no device
+            found["cuda"] = frames.Device()
+    return found

@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import fuse_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
+from support import fuse_cases
 
 from jaxops._fuse import _arithmetic as numerics
 from jaxops._fuse import _rules

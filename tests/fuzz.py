@@ -1,7 +1,7 @@
-"""Random calls of every op against float64: `make fuzz` runs 10,000 of each, `tests/test_fuzz.py` a few.
+"""Random calls of every op against float64: `make fuzz` runs 10,000 of each, tests/ops/test_fuzz.py a few.
 
-A case is data: its repr, pasted into tests/test_fuzz.py, is the test of a past failure. Compiling costs most: several
-calls are compiled into one program, and each is run with several kinds of numbers.
+A case is data: its repr, pasted into tests/ops/test_fuzz.py, is the test of a past failure. Compiling costs most, so
+several calls are compiled into one program, and each is run with several kinds of numbers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import attention_cases
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 from hypothesis import strategies as st
+from support import attention_cases, oracle
 from support.ops import ROW_OPS
 
 import jaxops

@@ -25,9 +25,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import frames
-import kernel_cases
 import numpy as np
+from support import frames, kernel_cases
 
 #: As many rows each block that stays has to take, or team of threads in it: more than the ring of stages holds.
 ROWS_EACH = 5

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs tests on CPU handlers compiled with sanitizers: `tools/sanitize.sh PYTHON address,undefined tests/test_frames.py`.
+# Runs tests on CPU handlers compiled with sanitizers: `tools/sanitize.sh PYTHON address,undefined tests/handlers/test_frames.py`.
 # HEADERS: as of tools/variant.sh. An error ends the run.
 set -euo pipefail
 python=$1 kinds=$2

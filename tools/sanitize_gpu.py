@@ -2,11 +2,11 @@
 
 Under racecheck a launch of a kernel takes up to a second, and in a cluster of 16 blocks up to five, however small: each
 kernel runs once, or a few times, on as few rows as make its blocks take several each (tests/kernel_survey.py). Without
-the tool all calls of tests/kernel_cases.py are made first, CUPTI tells which kernels they launch, and a few calls are
-chosen that together launch all of these, first a kernel of every placement; the result is kept in
+the tool all calls of tests/support/kernel_cases.py are made first, CUPTI tells which kernels they launch, and a few
+calls are chosen that together launch all of these, first a kernel of every placement; the result is kept in
 build/kernels.json until the module changes. The output ends with the module's launched and missing kernels.
 `--once racecheck,memcheck` does the same under memcheck; the other tools run tests on call frames of rows of every
-placement (lengths by capacity: COLUMNS_ONCE in tests/row_cases.py) and of every tile, without red zones, as the
+placement (lengths by capacity: COLUMNS_ONCE in tests/support/row_cases.py) and of every tile, without red zones, as the
 tools watch the memory themselves.
 
 Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
@@ -61,7 +61,7 @@ class Run:
 def tests() -> list[str]:
     """The tests of rows of every placement and of every tile, the slowest first, without the tests of some rows."""
     chosen = "test_memory and cuda and not some_rows and not every_layout"
-    command = [*PYTEST, "--collect-only", "tests/test_frames.py", "-k", chosen]
+    command = [*PYTEST, "--collect-only", "tests/handlers/test_frames.py", "-k", chosen]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     return [line for line in reversed(listed.splitlines()) if line.startswith("tests/")]
 

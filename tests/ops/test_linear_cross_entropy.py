@@ -1,0 +1,246 @@
+"""linear_cross_entropy."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from support.loss_cases import OPTIONS, exact_loss
+
+import jaxops
+from jaxops.ops.linear_cross_entropy import CHUNK_BYTES, CHUNK_TOKENS, _chunk_sizes
+
+loss = jaxops.linear_cross_entropy
+TOKENS, WIDTH, COLUMNS = 37, 8, 52
+
+
+def draw(rng, dtype="float32", scale=1.0):
+    """x, w, bias, weights, labels."""
+    shapes = ((TOKENS, WIDTH), (WIDTH, COLUMNS), (COLUMNS,), (TOKENS,))
+    arrays = [jnp.asarray((rng.standard_normal(shape) * scale).astype(dtype)) for shape in shapes]
+    labels = rng.integers(0, COLUMNS, TOKENS).astype(np.int32)
+    labels[:3] = 0, COLUMNS - 1, 2
+    return *arrays, labels
+
+
+def reference(x, w, bias, weights, labels, reduction=None, ignore_index=None, **options):
+    """From the whole logits."""
+    losses = exact_loss(x @ w + bias, labels, ignore_index=ignore_index, **options) * weights
+    if reduction is None:
+        return losses
+    kept = weights if ignore_index is None else jnp.where(labels == ignore_index, 0, weights)
+    return jnp.sum(losses) / (jnp.sum(kept) if reduction == "mean" else 1)
+
+
+def value_and_gradients(function, operands, cotangent):
+    value, pullback = jax.vjp(function, *operands)
+    return value, *pullback(jnp.asarray(cotangent, value.dtype))
+
+
+@pytest.mark.parametrize("reduction", [None, "sum", "mean"])
+def test_against_float64(reduction, rng, full_precision):
+    """Every option; one chunk and several, of which the first has another size; random cotangents."""
+    x, w, bias, weights, labels = draw(rng)
+    weights = jnp.abs(weights) + 0.1
+    cotangent = rng.standard_normal(TOKENS if reduction is None else ())
+    cases = [(options, tokens) for options in OPTIONS.values() for tokens in (None, 10)]
+
+    @jax.jit
+    def every(*operands):
+        return [
+            value_and_gradients(
+                lambda x, w, b, s, o=options, n=tokens: loss(
+                    x, w, labels, bias=b, weights=s, reduction=reduction, chunk_tokens=n, **o
+                ),
+                operands,
+                cotangent,
+            )
+            for options, tokens in cases
+        ]
+
+    results = every(x, w, bias, weights)
+    with jax.enable_x64(True):
+        wide = [np.asarray(a, np.float64) for a in (x, w, bias, weights)]
+        for (options, _), got in zip(cases, results, strict=True):
+            function = functools.partial(reference, labels=labels, reduction=reduction, **options)
+            for value, wanted in zip(got, value_and_gradients(function, wide, cotangent), strict=True):
+                np.testing.assert_allclose(value, wanted, rtol=2e-5, atol=2e-6 * float(jnp.max(jnp.abs(wanted)) + 1))
+
+
+def test_tied_weights_and_leading_axes(rng, full_precision):
+    x, w, _, _, labels = draw(rng)
+    function = lambda x, w: loss(x, w, labels, reduction="mean", chunk_tokens=16)  # noqa: E731
+    tied = lambda x, w: loss(x[None], w.T, labels[None], transposed=True, reduction="mean", chunk_tokens=16)  # noqa: E731
+    got, wanted = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, w) for f in (tied, function))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    losses, lse = loss(x.reshape(1, TOKENS, WIDTH), w, labels[None], return_logsumexp=True)
+    assert losses.shape == lse.shape == (1, TOKENS)
+    np.testing.assert_allclose(lse[0], jax.nn.logsumexp(x @ w, -1), rtol=1e-5)
+
+
+def test_f32_weights_with_bf16_products(rng):
+    """The gradient of f32 weights is summed over chunks in f32: it is that of one product, within f32's rounding."""
+    x, w, _, _, labels = draw(rng)
+    x = x.astype(jnp.bfloat16)
+    for reduction in ("sum", None):
+        gradient = jax.jit(
+            jax.grad(lambda x, w, n, r=reduction: jnp.sum(loss(x, w, labels, reduction=r, chunk_tokens=n)), (0, 1)),
+            static_argnums=2,
+        )
+        (dx, dw), (_, one) = gradient(x, w, 5), gradient(x, w, TOKENS)
+        assert dx.dtype == jnp.bfloat16 and dw.dtype == np.float32
+        np.testing.assert_allclose(dw, one, rtol=1e-5, atol=1e-5)
+        for _ in range(2):
+            np.testing.assert_array_equal(gradient(x, w, 5)[1], dw)
+
+
+def test_labels_out_of_range_and_ignored_tokens(rng):
+    x, w, _, _, labels = draw(rng)
+    labels[:4] = -1, -COLUMNS, -100, COLUMNS
+    losses = loss(x, w, jnp.asarray(labels), chunk_tokens=10)
+    np.testing.assert_array_equal(np.isnan(losses)[:5], [False, False, True, True, False])
+    labels[3] = -100
+    value, (dx, dw) = jax.value_and_grad(
+        lambda x, w: loss(x, w, jnp.asarray(labels), ignore_index=-100, reduction="mean", chunk_tokens=10), (0, 1)
+    )(x, w)
+    np.testing.assert_allclose(value, np.mean(np.delete(np.asarray(losses), (2, 3))), rtol=1e-5)
+    np.testing.assert_array_equal(dx[2:4], 0)
+    assert np.isfinite(dw).all()
+    everything = loss(x, w, jnp.full(TOKENS, -100), ignore_index=-100, reduction="mean")
+    assert everything == 0
+    with pytest.raises(ValueError, match=r"labels must be in \[-52, 52\), got -100"):
+        loss(x, w, labels)
+
+
+def test_derivatives_to_second_order(rng, x64):
+    """Against differences: with and without a reduction, forward and reverse."""
+    x, w, bias, weights, labels = (a[:7] if len(a) == TOKENS else a for a in draw(rng, "float64", 0.5))
+    labels, options = labels % 9, OPTIONS["everything"]
+
+    def every(x, w, bias, weights):
+        arguments = {"bias": bias, "weights": weights, "chunk_tokens": 3}
+        losses = loss(x, w, labels, **arguments, **options)
+        return jnp.sum(jnp.sin(losses)) + loss(x, w, labels, reduction="sum", **arguments, **options) ** 2
+
+    check_grads(jax.jit(every), (x, w[:, :9], bias[:9], weights), order=2, modes=["fwd", "rev"], atol=1e-3, rtol=1e-3)
+
+
+def test_vmap(rng, full_precision):
+    x, w, _, _, labels = draw(rng)
+    xs, ws = jnp.stack([x, 2 * x]), jnp.stack([w, -w])
+    one = lambda x, w: loss(x, w, labels, chunk_tokens=20)  # noqa: E731
+    gradients = jax.grad(lambda x, w: loss(x, w, labels, reduction="mean", chunk_tokens=20), (0, 1))
+    for axes in ((0, None), (None, 0), (0, 0)):
+        operands = [many if axis == 0 else single for axis, many, single in zip(axes, (xs, ws), (x, w), strict=True)]
+        for function in (one, gradients):
+            got = jax.jit(jax.vmap(function, axes))(*operands)
+            for i in range(2):
+                wanted = function(*(a[i] if axis == 0 else a for a, axis in zip(operands, axes, strict=True)))
+                for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+                    np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-6)
+
+
+# --- memory and work ---
+
+
+def test_chunks_are_bounded():
+    for tokens in (1, 100, 2048, 2049, 8192, 8193, 32768, 10**6):
+        for columns in (2, 50304, 128256, 10**7):
+            first, size = _chunk_sizes(tokens, columns, 2, None)
+            count = 1 + (tokens - first) // size if tokens > first else 1
+            assert first + (count - 1) * size == tokens and 0 < first <= size <= CHUNK_TOKENS
+            assert size == 128 or size * columns * 2 <= CHUNK_BYTES
+
+
+def compiled(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def test_no_logits_of_all_tokens():
+    """In the HLO of a gradient nothing has the size of the logits, whose memory a chunk's bounds."""
+    tokens, width, columns = 4096, 16, 3000
+    labels = jnp.zeros(tokens, jnp.int32)
+    for reduction in ("mean", None):
+        step = jax.grad(lambda x, w, r=reduction: jnp.mean(loss(x, w, labels, reduction=r, chunk_tokens=256)), (0, 1))
+        program = compiled(step, (tokens, width), (width, columns))
+        sizes = [
+            np.prod([int(d) for d in shape.split(",") if d] or [1])
+            for shape in re.findall(r"(?:bf16|f32|s32|pred)\[([0-9,]*)\]", program.as_text())
+        ]
+        assert max(sizes) < tokens * columns // 8
+        assert program.memory_analysis().temp_size_in_bytes < 2 * tokens * columns // 2
+
+
+def products(function, *shapes) -> int:
+    """How many products a program has, each chunk's counted."""
+    return len(re.findall(r"= [^=]* dot\(", compiled(function, *shapes).as_text()))
+
+
+def test_number_of_products():
+    """One forward; three with the gradients; four under jax.checkpoint, or without a reduction: none is taken twice."""
+    labels = jnp.zeros(64, jnp.int32)
+    shapes = ((64, 8), (8, 40))
+    mean = lambda x, w: loss(x, w, labels, reduction="mean")  # noqa: E731
+    squares = lambda x, w: jnp.sum(loss(x, w, labels) ** 2)  # noqa: E731
+    assert products(mean, *shapes) == 1
+    assert products(jax.grad(mean, (0, 1)), *shapes) == 3
+    assert products(jax.grad(mean), *shapes) == 2
+    checkpointed = jax.checkpoint(lambda x, w: jnp.sin(mean(jnp.sin(x), w)))
+    assert products(jax.value_and_grad(checkpointed, (0, 1)), *shapes) in (3, 4)
+    assert products(jax.grad(squares, (0, 1)), *shapes) in (3, 4)
+
+
+# --- many devices ---
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("split", ["tokens", "vocabulary", "both"])
+def test_split_over_devices(kind, split, rng, full_precision):
+    """Values and gradients are those of one device; nothing of the logits' size, nor x or w, is communicated."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    x = jnp.asarray(rng.standard_normal((16, 6)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((6, 24)), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 24, 16))
+    data, model = ("data" if split != "vocabulary" else None), ("model" if split != "tokens" else None)
+
+    def step(x, w, labels, reduction):
+        options = {"label_smoothing": 0.1, "z_loss": 1e-2, "chunk_tokens": 3}
+        return jax.value_and_grad(lambda x, w: jnp.mean(loss(x, w, labels, reduction=reduction, **options)), (0, 1))(
+            x, w
+        )
+
+    wanted = step(x, w, labels, "mean")
+    with jax.set_mesh(mesh):
+        places = (P(data, None), P(None, model), P(data))
+        arrays = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, w, labels), places, strict=True)]
+        for reduction in ("mean", None):
+            program = jax.jit(functools.partial(step, reduction=reduction)).lower(*arrays).compile()
+            text = program.as_text()
+            assert "all-gather" not in text and "all-to-all" not in text
+            for a, b in zip(jax.tree.leaves(program(*arrays)), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+def test_in_shard_map(rng, full_precision):
+    """Tokens split by hand."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x, w, _, _, labels = draw(rng)
+    x, labels = x[:36], jnp.asarray(labels[:36])
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=P())
+    def total(x, w, labels):
+        return jax.lax.psum(loss(x, w, labels, reduction="sum", chunk_tokens=7), "data")
+
+    got = jax.jit(jax.value_and_grad(lambda x, w: total(x, w, labels), (0, 1)))(x, w)
+    wanted = jax.value_and_grad(lambda x, w: loss(x, w, labels, reduction="sum"), (0, 1))(x, w)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
