@@ -36,7 +36,7 @@ import time
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import gpus  # noqa: E402
+from support import gpus  # noqa: E402
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
 SURVEY = [sys.executable, "tests/kernel_survey.py"]
