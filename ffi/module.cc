@@ -1,6 +1,8 @@
 // The Python face of one half of jaxops: compiled once as jaxops/_cpu and once, with JAXOPS_CUDA, as jaxops/_cuda.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
+#include "rows/plan.h"
 #include "targets.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -9,6 +11,47 @@ JAXOPS_TARGETS(JAXOPS_DECLARE)
 #undef JAXOPS_DECLARE
 
 namespace nb = nanobind;
+namespace rows = jaxops::rows;
+
+// See PlanRows in rows/plan.h.
+static nb::dict PlanRows(int64_t row_count, int64_t columns, const std::string& elements, bool across, bool packs,
+                         bool aligned_packs, bool single_elements, bool one_axis, bool alike, int inputs,
+                         int parameters, int options, bool as_f32, bool sums, int capability, int most_cluster) {
+  using rows::Elements;
+  const rows::RowProblem problem = {
+      .rows = row_count,
+      .columns = columns,
+      .elements = elements == "bfloat16"  ? Elements::kBfloat16
+                  : elements == "float32" ? Elements::kFloat32
+                  : elements == "float64" ? Elements::kFloat64
+                                          : Elements::kAny,
+      .across = across,
+      .packs = packs,
+      .aligned_packs = aligned_packs,
+      .single_elements = single_elements,
+      .one_axis = one_axis,
+      .alike = alike,
+      .inputs = inputs,
+      .parameters = parameters,
+      .options = static_cast<rows::Options>(options),
+      .as_f32 = as_f32,
+  };
+  const rows::RowDevice device = {.capability = capability, .most_cluster = most_cluster};
+  rows::RowPlan plan;
+  if (sums && !across) plan = rows::PlanSums(problem, device);
+  if (plan.kernel == rows::Kernel::kNone) plan = rows::PlanRows(problem, device);
+  nb::dict out;
+  out["kernel"] = rows::NameOf(plan.kernel);
+  out["packs"] = plan.packs;
+  out["lanes"] = plan.lanes;
+  out["cluster"] = plan.cluster;
+  out["elements"] = plan.elements;
+  out["layout"] = plan.layout == rows::Layout::kPlain     ? "plain"
+                  : plan.layout == rows::Layout::kShifted ? "shifted"
+                                                          : "general";
+  out["text"] = rows::Describe(plan);
+  return out;
+}
 
 #ifdef JAXOPS_CUDA
 NB_MODULE(_cuda, m) {
@@ -25,6 +68,14 @@ NB_MODULE(_cpu, m) {
         return targets;
       },
       "Maps each kernel's name to the capsule of its FFI handler.");
+  m.def("plan_rows", &PlanRows, nb::kw_only(), nb::arg("rows"), nb::arg("columns"), nb::arg("elements") = "float32",
+        nb::arg("across") = false, nb::arg("packs") = true, nb::arg("aligned_packs") = true,
+        nb::arg("single_elements") = true, nb::arg("one_axis") = true, nb::arg("alike") = true, nb::arg("inputs") = 1,
+        nb::arg("parameters") = 0, nb::arg("options") = 0, nb::arg("as_f32") = false, nb::arg("sums") = false,
+        nb::arg("capability") = 90, nb::arg("most_cluster") = 16,
+        "The kernel for rows on a GPU, and its numbers: RowProblem and RowPlan in ffi/rows/plan.h.");
+  m.def("plan_segments", &rows::PlanSegments, "Into how many segments rows are split: ffi/rows/plan.h.");
+  m.def("plan_chunks", &rows::PlanChunks, "Into how many chunks rows are divided for sums: ffi/rows/plan.h.");
   m.attr("jaxlib_headers") = JAXOPS_JAXLIB_HEADERS;
   m.attr("cuda_architectures") = JAXOPS_CUDA_ARCHITECTURES;
 }
