@@ -145,22 +145,11 @@ def _plans():
     return _cpu
 
 
-def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
-    """Into how many partial sums the sums over each group's rows are split, at most.
-
-    Depends on nothing but the operands: it is part of the compiled program.
-    """
-    if not isinstance(groups, int):  # symbolic: how many is not known before the program is compiled
-        return 1
-    long = columns if isinstance(columns, int) else 4097  # symbolic: may be long, and unaligned
-    return _plans().plan_chunks(groups, rows if isinstance(rows, int) else -1, long, itemsize)
-
-
-def _segments(shape: Sequence[int], axes: Sequence[int], itemsizes: Iterable[int], backward: bool) -> int:
+def _segments(shape: Sequence[int], axes: Sequence[int], dtypes: Iterable[np.dtype], backward: bool) -> int:
     """Into how many segments, runs of columns, the handlers split a call's rows; 0: they do not split them.
 
     Args:
-      itemsizes: the distinct itemsizes of the tensors with x's shape.
+      dtypes: the distinct dtypes of the tensors with x's shape.
     """
     if not all(isinstance(d, int) for d in shape):  # symbolic
         return 0
@@ -172,9 +161,10 @@ def _segments(shape: Sequence[int], axes: Sequence[int], itemsizes: Iterable[int
         return 0
     if columns <= 2048:  # never split; spares most calls the question
         return 0
-    one, *more = itemsizes
+    one, *more = dtypes
     packs = not across or runs[-1][1] % 4 == 0
-    return _plans().plan_segments(rows, columns, across, packs, len(runs) > 2, one, bool(more), backward)
+    told = bool(more) or one == np.float16  # at run time: such rows are split by single elements
+    return _plans().plan_segments(rows, columns, across, packs, len(runs) > 2, one.itemsize, told, backward)
 
 
 #: The named operands or results of a row kernel; None where absent.
@@ -346,7 +336,7 @@ class RowKernel(Kernel):
         ]
         across = bool(runs) and not runs[-1][0]
         column_axes = max(sum(of_row for of_row, _ in runs), 1)
-        pack = {"bfloat16": 4 if across else 8, "float64": 1}.get(elements, 4)
+        pack = 1 if elements == "float64" else 4 if across or elements == "float32" else 8
         aligned = not runs or runs[-1][1] % pack == 0
         shared = [
             value for slot, value in buffers if slot.kind == "broadcast" and not (logits and slot.name == "scale")
@@ -356,8 +346,10 @@ class RowKernel(Kernel):
         options = 0
         if logits:
             masks = masked or "scale" in has or attributes["query_axis"] >= 0 or attributes.get("masked", False)
-            options = 2 if "bias" in has or (masks and self.name.endswith("_bwd")) else int(masks)
+            alone = not self.name.endswith("_bwd") and elements != "any"  # there are kernels for masks alone
+            options = 2 if "bias" in has or (masks and not alone) else int(masks)
         inputs = sum(slot.kind == "full" and slot.condition is None for slot in self.operands)
+        summed = [slot for slot in self.results if slot.kind == "sum"]
         return _plans().plan_rows(
             rows=math.prod(d for of_row, d in runs if not of_row),
             columns=math.prod(d for of_row, d in runs if of_row),
@@ -372,8 +364,27 @@ class RowKernel(Kernel):
             parameters=0 if logits else sum(slot.name in ("scale", "bias") for slot in self.operands),
             options=options,
             as_f32=masked and not logits,
-            sums=any(slot.kind == "sum" and slot.present(has) for slot in self.results),
+            sums=len(summed) if any(slot.present(has) for slot in summed) else 0,
+            fetched=inputs + ("dsum" in has),
         )
+
+    def _chunks(self, *operands, axes, kept, **params) -> int:
+        """Into how many partial sums the sums over each group's rows are split, at most.
+
+        At least 8 rows each. The handlers take fewer where threads would have no rows, and none for few rows
+        (HasFewRows). Depends on nothing but the operands: it is part of the compiled program.
+        """
+        sizes = operands[0].shape
+        if not all(isinstance(sizes[a], int) for a in kept):
+            return 1  # how many groups there are is not known before the program is compiled
+        # Symbolic columns may be many, and unaligned.
+        known = [d if isinstance(d, int) else 4097 if a in axes else 2 for a, d in enumerate(sizes)]
+        shapes = ([1 if d == 1 else known[a] for a, d in enumerate(x.shape)] for x in operands)
+        structs = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True))
+        groups = math.prod(sizes[a] for a in kept)
+        each = self.plan(*structs, axes=axes, kept=kept, **params)["chunks"] // max(groups, 1)
+        rows = math.prod(d for a, d in enumerate(sizes) if a not in axes and a not in kept)
+        return max(1, min(each, rows // 8) if isinstance(rows, int) else each)
 
     def explain(self, *operands, axes, **params) -> str:
         """How rows lie and what a Hopper GPU's handler makes of them, then the parameters."""
@@ -415,8 +426,7 @@ class RowKernel(Kernel):
             return None
         shape = operands[0].shape
         inputs = [slot for slot in self.operands if slot.kind == "full" and slot.condition is None]
-        itemsizes = {dtype.itemsize for dtype in dtypes}
-        count = _segments(shape, axes, itemsizes, backward=len(inputs) == 2)
+        count = _segments(shape, axes, dtypes, backward=len(inputs) == 2)
         rows = (d for a, d in enumerate(shape) if a not in axes)
         return ShapedArray((count, self.joined, math.prod(rows)), np.float32) if count else None
 
@@ -433,9 +443,7 @@ class RowKernel(Kernel):
         if sums:  # before them stands the handlers' workspace
             x = operands[0]
             groups, columns = (math.prod(x.shape[a] for a in named) for named in (kept, axes))
-            slots = self._present(self.operands, has)
-            widest = max(x.dtype.itemsize for slot, x in zip(slots, operands, strict=True) if slot.kind == "full")
-            chunks = _chunks(groups, x.size // (groups * columns), columns, widest)
+            chunks = self._chunks(*operands, axes=axes, kept=kept, has=has, dtype=dtype, **attributes)
             first = kinds.index("sum")
             results.insert(first, ShapedArray((sums, groups, chunks, columns), results[first].dtype))
         if self.joined is not None:

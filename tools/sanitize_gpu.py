@@ -7,9 +7,9 @@ frames of rows of many lengths (COLUMNS_ONCE in tests/row_cases.py) and of every
 watch the memory themselves.
 
 Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
-those that fail, and a summary; exits non-zero if one fails.
-`--only "memcheck (softmax|layer_norm) float32"` runs those in whose name the expression is found, `--only racecheck` a
-tool alone. `--run-seconds` stops the calls early.
+each process that fails, and a summary; exits non-zero if one fails. `--only "memcheck (softmax|layer_norm) float32"`
+runs the processes whose names match the expression, `--only racecheck` a tool alone. `--run-seconds` stops the calls
+early.
 synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
 of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
@@ -54,7 +54,7 @@ class Run:
 
 
 def tests() -> list[str]:
-    """The tests of rows of every placement and of every tile, the slowest first, those of some rows left out."""
+    """The tests of rows of every placement and of every tile, the slowest first, without tests of some rows."""
     chosen = "test_memory and cuda and not some_rows and not every_layout"
     command = [*PYTEST, "--collect-only", "tests/test_frames.py", "-k", chosen]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -62,7 +62,7 @@ def tests() -> list[str]:
 
 
 def test_runs(tool: str, ids: list[str]) -> list[Run]:
-    """The tests under a tool, those of an op and a dtype together."""
+    """The tests under a tool, grouped by op and dtype."""
     parts = {}
     for test in ids:
         row_op = re.search(r"(\w+)-(\w+)-cuda", test)
@@ -80,7 +80,7 @@ def call_runs(tool: str, parts: int, options: argparse.Namespace) -> list[Run]:
 
 
 def environment(gpu: str, **more: str) -> dict[str, str]:
-    """That of a process that has one GPU and one thread to itself."""
+    """The environment of a process that has one GPU and one thread to itself."""
     one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return os.environ | one | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu} | more
 

@@ -9,7 +9,7 @@
 namespace jaxops::rows {
 
 // An op that computes each row by itself: op(row) loads tensors, maps and reduces them, and stores results
-// (rows/row.cuh).
+// (rows/row.cuh). Its result is a member y, or of an op with two inputs dx; a kernel asks whether it tells its dtype.
 template <class Op>
 concept RowOp = requires {
   { Op::kInputs } -> std::convertible_to<int>;       // tensors of x's shape that are held at once

@@ -12,17 +12,19 @@
 namespace jaxops::rows {
 
 // A placement that fetches rows kStages - 1 ahead. kShared: parameters are kept in shared memory, not in registers.
-// kKept: the row's packs are. kAhead: the next row is begun before the present one is finished, where blocks share a
-// row.
-template <class P, int kStages_, bool kShared_ = false, bool kKept_ = !kShared_ && P::kPacks <= 4>
+// kKept: the row's packs are. kPackVectors: 16 bytes each, that a pack may take there. kAhead: the next row is begun
+// before the present one is finished, where blocks share a row.
+template <class P, int kStages_, bool kShared_ = false, bool kKept_ = !kShared_ && P::kPacks <= 4,
+          int kPackVectors_ = 1>
 struct Looped : P {
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = kStages_, kPackVectors = kPackVectors_;
   static constexpr bool kShared = kShared_, kKept = kKept_;
   static constexpr bool kAhead = P::kClusters && kStages > 2;
 };
 
-// A row whose packs have been fetched into shared memory: [input][stage][pack][thread], 16 bytes each; behind them the
-// parameters that are kept there, [parameter][pack][16 bytes][thread].
+// A row whose packs have been fetched into shared memory: [warp][input][stage][pack][vector][lane], 16 bytes each;
+// behind a warp's packs the parameters that are kept there, [parameter][pack][vector][lane]. So the distance of a
+// thread's vectors is compiled in, however many threads there are.
 template <class Base, int kParameters>
 class FetchedRow : public Base {
  public:
@@ -34,32 +36,35 @@ class FetchedRow : public Base {
   // TUNING.md has which is faster.
   static constexpr bool kFetchesZeros = Base::kPadded && P::kAhead;
   static constexpr int kVectors = kV * static_cast<int>(sizeof(A)) / 16;  // of a parameter's pack
+  static constexpr int kPlaces = Base::kHeldPacks * P::kPackVectors;      // of a stage: vectors
   static int SharedBytes(const Team& team, int inputs) {
     if (!kFetches) return 0;
     const int parameters = P::kShared ? kParameters * kVectors : 0;
-    return (inputs * P::kStages + parameters) * Base::kHeldPacks * ThreadsOf<P>(team) * 16;
+    return (inputs * P::kStages * kPlaces + parameters * Base::kHeldPacks) * ThreadsOf<P>(team) * 16;
   }
   static_assert(!P::kShared || kFetches);
 
   // inputs: how many are fetched.
-  __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs)
-      : Base(geometry),
-        slots_(SharedAddress(shared) + threadIdx.x * 16),
-        stride_((P::kInWarp ? kWarpThreads : static_cast<int>(blockDim.x)) * 16) {
+  __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs) : Base(geometry) {
+    const int packs = inputs * P::kStages * kPlaces * kStride;  // bytes of a warp
+    constexpr int kOfParameters = P::kShared ? kParameters * kVectors * Base::kHeldPacks * kStride : 0;
+    slots_ = SharedAddress(shared) + threadIdx.x / 32 * (packs + kOfParameters) + threadIdx.x % 32 * 16;
     asm volatile("" : "+r"(slots_));  // opaque: else it would be computed anew for each use
     stage_ = slots_;
-    parameters_ = slots_ + inputs * P::kStages * Base::kHeldPacks * stride_;
+    parameters_ = slots_ + packs;
     if constexpr (Base::kPadded && !kFetchesZeros) {
       this->ForEachPack([&](int pack, int column) {
         if (column < this->columns()) return;
         for (int k = 0; k < P::kStages * inputs; ++k)
-          StoreShared(slots_ + (k * Base::kHeldPacks + pack) * stride_, uint4{});
+#pragma unroll
+          for (int v = 0; v < P::kPackVectors; ++v)
+            StoreShared(slots_ + (k * kPlaces + pack * P::kPackVectors + v) * kStride, uint4{});
       });
     }
   }
 
   // Where the present rows' packs are.
-  __device__ void SetStage(int stage) { stage_ = slots_ + stage * Base::kHeldPacks * stride_; }
+  __device__ void SetStage(int stage) { stage_ = slots_ + stage * kPlaces * kStride; }
 
   // Turns to the rows of another; what joins the threads stays.
   __device__ void Follow(const FetchedRow& other) {
@@ -78,7 +83,7 @@ class FetchedRow : public Base {
         int inside = kV;
         if (Base::kPadded && !this->live()) inside = 0;
         if (kFetchesZeros && column >= end) inside = 0;
-        CopyPackAsync<kV>(Slot<kInput>(pack), tensor + offset, inside);
+        CopyPackAsync<kV>(Slot<kInput>(pack), kStride, tensor + offset, inside);
       };
       if constexpr (kFetchesZeros) {
         this->ForEachPack(fetch);
@@ -95,13 +100,16 @@ class FetchedRow : public Base {
     if constexpr (!kFetches) {
       return Base::template Load<kInput>(tensor, outside);
     } else {
-      const auto fetched = [this, tensor](int pack, int) { return LoadSharedPack<kV>(tensor, Slot<kInput>(pack)); };
+      const auto fetched = [this, tensor](int pack, int) {
+        return LoadSharedPack<kV>(tensor, Slot<kInput>(pack), kStride);
+      };
       if constexpr (P::kKept) {
         typename Base::template Held<ElementOf<Source>> held;
         if constexpr (!Base::kPadded) held = {};
         if constexpr (std::is_same_v<Source, AnyTensor>) {
           AnyPack<kV> read[Base::kHeldPacks] = {};
-          this->ForEachPack([&](int pack, int) { read[pack] = LoadShared<AnyPack<kV>>(Slot<kInput>(pack)); });
+          this->ForEachPack(
+              [&](int pack, int) { read[pack] = LoadSharedAny<kV>(tensor, Slot<kInput>(pack), kStride); });
           WidenAll(tensor, read, held.packs);
         } else {
           this->ForEachPack([&](int pack, int column) { held.packs[pack] = fetched(pack, column); });
@@ -139,8 +147,8 @@ class FetchedRow : public Base {
         return [values = packs[pack]](int i) { return values.lane[i]; };
       }
     };
-    const auto place = [first = parameters_, stride = stride_](int pack, int vector) {
-      return first + ((kNumber * Base::kHeldPacks + pack) * kVectors + vector) * stride;
+    const auto place = [first = parameters_](int pack, int vector) {
+      return first + ((kNumber * Base::kHeldPacks + pack) * kVectors + vector) * kStride;
     };
     Registers kept = {};
     this->ForEachPack([&](int pack, int column) {
@@ -173,19 +181,19 @@ class FetchedRow : public Base {
   // Where a pack of the present rows is.
   template <int kInput>
   __device__ uint32_t Slot(int pack) const {
-    return stage_ + (kInput * P::kStages * Base::kHeldPacks + pack) * stride_;
+    return stage_ + (kInput * P::kStages * kPlaces + pack * P::kPackVectors) * kStride;
   }
 
-  uint32_t slots_, stage_, parameters_;  // this thread's share of shared memory
-  int stride_;                           // bytes from a vector to the thread's next
+  static constexpr int kStride = 32 * 16;  // bytes from a vector to the thread's next
+  uint32_t slots_, stage_, parameters_;    // this thread's share of shared memory
 };
 
 // A placement whose rows are fetched kStages - 1 ahead by all threads of the row together, as aligned vectors of
 // elements of kBytes each, and read one by one: see StagedRow. kKept: the row's values are kept in registers.
 template <class P, int kBytes_, int kStages_, bool kKept_ = true>
 struct Staged : P {
-  static constexpr int kBytes = kBytes_, kStages = kStages_;
-  static constexpr bool kStaged = true, kKept = kKept_, kSure = true;
+  static constexpr int kBytes = kBytes_, kStages = kStages_, kSure = SureElements(P::kPacks, P::kLanes > 0);
+  static constexpr bool kStaged = true, kKept = kKept_;
   static constexpr bool kAhead = P::kClusters && kStages > 2;
 };
 
@@ -212,7 +220,7 @@ class StagedRow : public Base {
       : Base(geometry),
         thread_(LaneOfThread<P>(geometry.team)),
         first_(this->lane_ - thread_),
-        lanes_(P::kInWarp ? geometry.team.lanes : static_cast<int>(blockDim.x)),
+        lanes_(P::kInWarp || P::kLanes ? LanesOf<P>(geometry.team) : static_cast<int>(blockDim.x)),
         vectors_(VectorsOf(lanes_)),
         stride_(TeamsOf<P>(geometry.team) * vectors_ * 16),
         slots_(SharedAddress(shared) + Base::Team() * (vectors_ * 16)),

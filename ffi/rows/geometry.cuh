@@ -24,13 +24,13 @@ struct Team {
   int warps = 1;    // of a block that share a row
   int cluster = 1;  // blocks that share a row: a power of two
 };
-inline constexpr int kWarpThreads = 128;  // of a block whose warps have rows of their own
 inline constexpr int kMostCluster = 16;
 
 // Rows of adjacent elements, kPacks packs a thread in registers (0: streamed, read again by each pass), with at most
-// kRegisters registers.
-template <Sharing kSharing_, int kPacks_, int kRegisters_>
+// kRegisters registers. kLanes: threads of a row in a block, where they are compiled in; 0: told.
+template <Sharing kSharing_, int kPacks_, int kRegisters_, int kLanes_ = 0>
 struct Along {
+  static constexpr int kLanes = kLanes_;
   static constexpr bool kAcross = false;
   static constexpr Sharing kSharing = kSharing_;
   static constexpr bool kClusters = kSharing == Sharing::kCluster;  // blocks may share a row
@@ -42,7 +42,7 @@ struct Along {
   static constexpr int kWarpLanes = 32;               // at most
   static constexpr bool kAhead = false;               // see Looped
   static constexpr bool kStaged = false;              // see Staged
-  static constexpr bool kSure = false;                // whether the first half of a thread's packs lies in every row
+  static constexpr int kSure = 0;                     // how many of a thread's packs lie in every row: its first
   static constexpr bool kSegment = false, kBackwards = false;  // see SegmentAlong
 };
 
@@ -60,18 +60,19 @@ struct Across {
   static constexpr int kStep = kWidth < 32 ? kWidth : 32;
   static constexpr int kWarpLanes = 32 / kStep;
   static constexpr int kFew = 8;  // packs of a streamed row whose exponentials are summed at once
-  static constexpr bool kAhead = false, kStaged = false, kSure = false, kSegment = false, kBackwards = false;
+  static constexpr bool kAhead = false, kStaged = false, kSegment = false, kBackwards = false;
+  static constexpr int kSure = 0;
 };
 
 // The same of rows that are split (rows/segments.cuh): each block has a run of their columns, and a thread reads kFew
 // packs at once. kBackwards: the last ones first, and results are not to stay in the caches.
-template <int kFew_, int kRegisters_, bool kBackwards_ = false>
-struct SegmentAlong : Along<Sharing::kBlock, 0, kRegisters_> {
+template <int kFew_, int kRegisters_, int kLanes_, bool kBackwards_ = false>
+struct SegmentAlong : Along<Sharing::kBlock, 0, kRegisters_, kLanes_> {
   static constexpr bool kSegment = true, kBackwards = kBackwards_;
   static constexpr int kFew = kFew_;
 };
-template <int kWidth_, int kFew_, int kRegisters_, bool kBackwards_ = false>
-struct SegmentAcross : Across<kWidth_, 0, kRegisters_> {
+template <int kWidth_, int kFew_, int kRegisters_, int kLanes_, bool kBackwards_ = false>
+struct SegmentAcross : Across<kWidth_, 0, kRegisters_, kWidth_ * kLanes_, kLanes_> {
   static constexpr bool kClusters = false;
   static constexpr bool kSegment = true, kBackwards = kBackwards_;
   static constexpr int kFew = kFew_;
@@ -106,14 +107,12 @@ __host__ __device__ inline int ClusterOf(const Team& team) {
 }
 template <class P>
 __host__ __device__ inline int LanesOf(const Team& team) {
-  if constexpr (P::kAcross) return P::kLanes ? P::kLanes : team.lanes;
-  return team.lanes;
+  return P::kLanes ? P::kLanes : team.lanes;
 }
 // Warps of a block that share a row.
 template <class P>
 __host__ __device__ inline int WarpsOf(const Team& team) {
-  if constexpr (P::kAcross) return P::kLanes ? P::kLanes * P::kMaxTeams / 32 : team.warps;
-  return team.warps;
+  return P::kLanes ? P::kLanes * P::kMaxTeams / 32 : team.warps;
 }
 // Half of the least power of two that is no less than `count`; 0 for 1: where a join over so many lanes begins.
 __device__ inline int HalfOf(int count) { return count > 1 ? 1 << (31 - __clz(count - 1)) : 0; }

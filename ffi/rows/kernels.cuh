@@ -26,11 +26,18 @@ template <class P, int kV, Layout kLayout, class Op>
 inline constexpr bool kPaddedSingles = kV == 1 && kLayout == Layout::kPlain && !P::kAcross && !P::kClusters &&
                                        P::kPacks > 0 && Op::kInputs == 1 && Op::kOptions != Options::kNone;
 
+// Whether an op's tensors tell their dtypes.
+template <class Op>
+constexpr bool TellsDtypes() {
+  if constexpr (Op::kInputs == 1) return std::is_same_v<decltype(Op::y), AnyTensor>;
+  if constexpr (Op::kInputs == 2) return std::is_same_v<decltype(Op::dx), AnyTensor>;
+}
+
 // Where few rows are, a launch waits for what a kernel knows of them to be fetched: less is better.
 template <class P, int kV, Layout kLayout, class Op>
-using RowGeometry =
-    std::conditional_t<!P::kAcross && (P::kPacks == 1 || P::kPacks == 2) && kLayout == Layout::kPlain && (kV > 1),
-                       Geometry<Op::kSlots, 1, 1>, GeometryOf<Op::kSlots, kLayout>>;
+using RowGeometry = std::conditional_t<!P::kAcross && (P::kPacks == 1 || P::kPacks == 2) && kLayout == Layout::kPlain &&
+                                           (kV > 1) && !TellsDtypes<Op>(),
+                                       Geometry<Op::kSlots, 1, 1>, GeometryOf<Op::kSlots, kLayout>>;
 
 template <class P, int kV, Layout kLayout, class A, RowOp Op>
 __global__ void __maxnreg__(P::kRegisters)

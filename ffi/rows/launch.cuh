@@ -24,15 +24,16 @@ struct RegistersOf {
   static constexpr bool kWide = sizeof(T) > 2;
   static constexpr bool kF32 = Op::kAsF32 || kElementsOf<T> == Elements::kAny;
   static constexpr int Held(int packs, bool cluster) {
-    if (kElementsOf<T> == Elements::kAny && Op::kParameters) return kAnyRegisters;
+    if (kElementsOf<T> == Elements::kAny) return kAnyRegisters[Op::kInputs - 1];
     if (Op::kOptions == Options::kMasks && !kWide) return kMasks16Registers;
     if (Op::kInputs == 2 && Op::kOptions != Options::kNone && !kWide) return kTwoAsF32Registers;
     if (kF32 || Op::kOptions != Options::kNone) return kAsF32Registers;
     const Limits& limits = Op::kInputs == 2       ? kTwoInputRegisters[kWide]
                            : Op::kParameters == 0 ? kOneInputRegisters
                                                   : kParameterRegisters;
-    if (Op::kInputs == 2 && cluster) return kTwoInputClusterRegisters;
-    return packs <= 2 ? limits.two : packs == 4 ? limits.four : limits.eight;
+    if (Op::kInputs == 2 && cluster)
+      return kTwoInputClusterRegisters[kWide] + (kWide && Op::kSlots > 1 ? kRowValueRegisters : 0);
+    return packs <= 2 ? limits.two : packs <= 4 ? limits.four : limits.eight;
   }
   static constexpr int Shifted(int packs) {
     return kF32 ? kAnywhereRegisters : kShiftedRegisters[Op::kInputs == 2][packs > 4];
@@ -48,6 +49,11 @@ template <Kernel kKernel>
 inline constexpr Sharing kSharingOf = kKernel == Kernel::kWarpRows    ? Sharing::kWarp
                                       : kKernel == Kernel::kBlockRows ? Sharing::kBlock
                                                                       : Sharing::kCluster;
+
+template <Sharing kSharing>
+inline constexpr Kernel kKernelOf = kSharing == Sharing::kWarp    ? Kernel::kWarpRows
+                                    : kSharing == Sharing::kBlock ? Kernel::kBlockRows
+                                                                  : Kernel::kClusterRows;
 
 // What is true of a problem's tensors and of the op.
 template <class T, class Op, class Packs, class SingleElements>
@@ -89,10 +95,6 @@ class Launcher {
   using Registers = RegistersOf<T, Op>;
   static constexpr int kPack = PackOf(kElementsOf<T>, false), kPackAcross = PackOf(kElementsOf<T>, true);
   static constexpr int kFew = kFewPacks[Op::kInputs - 1];
-  // The softmaxes across know their lanes and clusters: two joins a row in which these are told took a quarter longer.
-  static constexpr bool kFixedTiles =
-      kTuned<T> && Op::kParameters == 0 && Op::kInputs == 1 && Op::kOptions == Options::kNone;
-  static constexpr int kFixedLanes = 32;
   // Whether these are the kernels for single elements that lie anyhow, which are for all dtypes.
   static constexpr bool kAnywhere = !kTuned<T>;
   static constexpr Ladder kHeld = HeldLadder(kElementsOf<T>, Op::kInputs, Op::kParameters, Op::kOptions, Op::kAsF32);
@@ -115,7 +117,7 @@ class Launcher {
       if (plan.layout == Layout::kShifted) {
         bool done = false;
         if constexpr (Op::kOptions == Options::kNone && !Op::kAsF32 && (!kTuned<T> || Op::kParameters == 0)) {
-          VisitLadder<4, 8>(ShiftedTable(), plan, [&]<Sharing kSharing, int kCount> {
+          VisitLadder<2, 3, 4, 5, 8>(ShiftedTable(), plan, [&]<Sharing kSharing, int kCount> {
             done =
                 Run<rows::Along<kSharing, kCount, Registers::Shifted(kCount)>, kPack, Layout::kShifted>(plan, layouts);
           });
@@ -127,13 +129,13 @@ class Launcher {
           return General<kPack, kSeveralAxes[0].packs>(plan, layouts);
         return false;
       }
-      return Ladders<kPack, false, 2, 4, 8>(plan, layouts);
+      return Ladders<kPack, false, 2, 3, 4, 8>(plan, layouts);
     }
     return false;
   }
 
   bool Streamed(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
-    using P = rows::Along<Sharing::kBlock, 0, kStreamedRegisters>;
+    using P = rows::Along<Sharing::kBlock, 0, kStreamedRegisters, kStreamedLanes>;
     if (plan.elements) {
       if constexpr (kAnywhere) return Run<P, 1, Layout::kGeneral>(plan, layouts);
       return false;
@@ -147,9 +149,12 @@ class Launcher {
   bool Across(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
     if (plan.elements) {
       if constexpr (kAnywhere) {
-        if constexpr (std::is_same_v<T, double>) return Tiles<1, Layout::kGeneral>(plan, layouts);
-        if (plan.layout == Layout::kGeneral) return Tiles<1, Layout::kGeneral, 8>(plan, layouts);
-        return Tiles<1, Layout::kPlain, 8>(plan, layouts);
+        if constexpr (std::is_same_v<T, double>) {
+          return Tiles<1, Layout::kGeneral>(plan, layouts);
+        } else {
+          return plan.layout == Layout::kGeneral ? Tiles<1, Layout::kGeneral, 8>(plan, layouts)
+                                                 : Tiles<1, Layout::kPlain, 8>(plan, layouts);
+        }
       }
       return false;
     }
@@ -177,7 +182,7 @@ class Launcher {
 
   bool StagedRows(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
     bool done = false;
-    VisitStaged<Op::kParameters ? 2 : Op::kInputs - 1>(plan, [&]<class P> {
+    VisitStaged<false>(plan, [&]<class P> {
       done =
           LaunchPersistent<Staged<P, sizeof(T), 3>, 1, Layout::kPlain, A>(stream_, op_, layouts, TeamOf(plan), status_);
     });
@@ -192,14 +197,14 @@ class Launcher {
     };
     if (plan.kernel == Kernel::kStagedRows) {
       if constexpr (kTuned<T>) {
-        VisitStaged<3>(plan, [&]<class P> {
+        VisitStaged<true>(plan, [&]<class P> {
           launch.template operator()<Staged<P, sizeof(T), 3, !P::kClusters>, 1, Layout::kPlain>();
         });
       }
     } else if (plan.elements) {
       if constexpr (kAnywhere) {
         VisitLadder<8>(SumsOf<true>(), plan, [&]<Sharing kSharing, int kPacks> {
-          using P = Looped<rows::Along<kSharing, kPacks, kSumRegisters>, 2>;
+          using P = Looped<rows::Along<kSharing, kPacks, kSumElementRegisters>, 2>;
           if (plan.layout == Layout::kGeneral) {
             launch.template operator()<P, 1, Layout::kGeneral>();
           } else if constexpr (!std::is_same_v<T, double>) {
@@ -209,18 +214,11 @@ class Launcher {
       }
     } else if constexpr (kPack > 1) {
       VisitLadder<2, 4, 8>(SumsOf<false>(), plan, [&]<Sharing kSharing, int kPacks> {
-        // What does not fit into registers beside the sums.
-        constexpr bool kShared = kPacks * kPack * (Op::kSums + 1) > 128;
-        constexpr bool kAhead = kSharing == Sharing::kCluster && !kShared;
-        constexpr int kStages = !kTuned<T> || kShared                        ? 2
-                                : kAhead                                     ? (kPacks == 4 ? 4 : 3)
-                                : kPacks == 2 && kSharing == Sharing::kBlock ? 3
-                                                                             : 2;
-        using P = rows::Along<kSharing, kPacks,
-                              kPacks == 2                     ? kSumRegisters
-                              : kSharing == Sharing::kCluster ? kSumClusterRegisters
-                                                              : kSumWideRegisters[Registers::kWide]>;
-        launch.template operator()<Looped<P, kStages, kShared>, kPack, Layout::kPlain>();
+        constexpr SumsKernel kSums = SumsKernelOf(kElementsOf<T>, kKernelOf<kSharing>, kPacks, Op::kSums);
+        constexpr bool kKept = !kSums.shared && kPacks <= 4;
+        constexpr int kVectors = kElementsOf<T> == Elements::kAny ? 2 : 1;
+        using P = Looped<rows::Along<kSharing, kPacks, kSums.registers>, kSums.stages, kSums.shared, kKept, kVectors>;
+        launch.template operator()<P, kPack, Layout::kPlain>();
       });
     }
     return done;
@@ -249,32 +247,30 @@ class Launcher {
       each.template operator()<kCount, Kernel::kClusterRows>();
     });
   }
-  // kKind: of kStagedRegisters. Without parameters shifted packs hold all but the longest.
-  template <int kKind, class Visit>
+  template <bool kSums>
+  struct StagedTable {
+    static constexpr Ladder kLadder = StagedLadder(kElementsOf<T>, Op::kParameters, kSums);
+  };
+  // visit.operator()<placement>() for the plan's kernel of staged rows, if the ladder names it.
+  template <bool kSums, class Visit>
   static void VisitStaged(const RowPlan& plan, const Visit& visit) {
-    const auto each = [&]<Sharing kSharing, int kPacks> {
-      if constexpr (HasPacks(StagedLadder(kElementsOf<T>, Op::kParameters, kKind == 3), kPacks)) {
-        constexpr int kLimit = kKind == 3 && kSharing == Sharing::kCluster && kPacks == 33
-                                   ? kStagedSumClusterRegisters
-                                   : kStagedRegisters[kKind][kPacks < 33    ? 0
-                                                             : kPacks == 33 ? 1
-                                                             : kPacks == 40 ? 2
-                                                                            : 3];
-        const bool warp = plan.cluster == 1 && plan.lanes <= 32;
-        const Sharing sharing = plan.cluster > 1 ? Sharing::kCluster : warp ? Sharing::kWarp : Sharing::kBlock;
+    const Sharing sharing = plan.cluster > 1 ? Sharing::kCluster : plan.lanes <= 32 ? Sharing::kWarp : Sharing::kBlock;
+    const auto each = [&]<Sharing kSharing, int kPacks, int kLanes> {
+      constexpr bool kNamed = std::ranges::any_of(
+          StagedTable<kSums>::kLadder, [](const Step& step) { return step.packs == kPacks && step.lanes == kLanes; });
+      if constexpr (kNamed) {
+        constexpr int kLimit = StagedRegisters(kSums, Op::kInputs, Op::kParameters, kPacks);
         if (plan.packs == kPacks && sharing == kSharing)
-          visit.template operator()<rows::Along<kSharing, kPacks, kLimit>>();
+          visit.template operator()<rows::Along<kSharing, kPacks, kLimit, kLanes>>();
       }
     };
-    if constexpr (kKind >= 2) {
-      each.template operator()<Sharing::kWarp, 8>();
-      each.template operator()<Sharing::kWarp, 16>();
-      each.template operator()<Sharing::kWarp, 33>();
-      each.template operator()<Sharing::kBlock, 33>();
-    }
-    each.template operator()<Sharing::kCluster, 33>();
-    each.template operator()<Sharing::kCluster, 40>();
-    each.template operator()<Sharing::kCluster, 64>();
+    each.template operator()<Sharing::kWarp, 8, 0>();
+    each.template operator()<Sharing::kWarp, 16, 0>();
+    each.template operator()<Sharing::kWarp, 33, 0>();
+    each.template operator()<Sharing::kBlock, 33, 0>();
+    each.template operator()<Sharing::kCluster, 33, 128>();
+    each.template operator()<Sharing::kCluster, 64, 128>();
+    each.template operator()<Sharing::kCluster, 64, 256>();
   }
 
   template <class P, int kV, Layout kLayout>
@@ -315,9 +311,12 @@ class Launcher {
   }
   template <int kV, int kPacks>
   bool General(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
-    if constexpr (std::is_same_v<T, double>) return false;
-    return Run<rows::Along<Sharing::kBlock, kPacks, kV == 1 ? kAnywhereRegisters : kSeveralAxesRegisters>, kV,
-               Layout::kGeneral>(plan, layouts);
+    if constexpr (std::is_same_v<T, double>) {
+      return false;
+    } else {
+      return Run<rows::Along<Sharing::kBlock, kPacks, kV == 1 ? kAnywhereRegisters : kSeveralAxesRegisters>, kV,
+                 Layout::kGeneral>(plan, layouts);
+    }
   }
 
   template <int kWidth, int kPacks, int kV, Layout kLayout, int kMaxThreads = 512, int kLanes = 0, int kCluster = 0>
@@ -326,29 +325,29 @@ class Launcher {
     using P = rows::Across<kWidth, kPacks, kLimit, kMaxThreads, kLanes, kCluster>;
     return LaunchRowKernel<P, kV, kLayout, A>(stream_, op_, layouts, TeamOf(plan, kWidth), status_);
   }
+  template <bool kSingle>
+  struct TilesTable {
+    static constexpr Ladder kLadder = AcrossLadder(kSingle, kElementsOf<T>, Op::kOptions, Op::kInputs, Op::kParameters);
+  };
   // Those of the ladder, and the streamed one.
   template <int kV, Layout kLayout, int... kPacks>
   bool Tiles(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
+    using Table = TilesTable<kV == 1>;
     bool done = false;
-    if constexpr (kFixedTiles && kV > 1) {
-      const auto fixed = [&]<int kCount, int kCluster> {
-        if constexpr (HasStep(AcrossLadder(false, kElementsOf<T>, Op::kOptions, Op::kInputs), kCount, kCluster)) {
-          if (plan.packs != kCount || plan.cluster != kCluster || plan.lanes != kFixedLanes) return false;
-          done = RunTiles<8, kCount, kV, kLayout, 512, kFixedLanes, kCluster>(plan, layouts);
-          return true;
+    [&]<size_t... k>(std::index_sequence<k...>) {
+      const auto fixed = [&]<size_t kNumber> {
+        constexpr Step kStep = Table::kLadder[kNumber];
+        if constexpr (kStep.lanes > 0) {
+          if (plan.packs == kStep.packs && plan.cluster == kStep.cluster && plan.lanes == kStep.lanes)
+            done = RunTiles<8, kStep.packs, kV, kLayout, 512, kStep.lanes, kStep.cluster>(plan, layouts);
         }
-        return false;
       };
-      const auto each = [&]<int kCount> {
-        return fixed.template operator()<kCount, 1>() || fixed.template operator()<kCount, 2>() ||
-               fixed.template operator()<kCount, 4>() || fixed.template operator()<kCount, 8>() ||
-               fixed.template operator()<kCount, 16>();
-      };
-      if ((each.template operator()<kPacks>() || ...)) return done;
-    }
+      (fixed.template operator()<k>(), ...);
+    }(std::make_index_sequence<Table::kLadder.size()>());
     ForPacks<kPacks..., 0>([&]<int kCount> {
-      if constexpr (kCount == 0 || HasPacks(AcrossLadder(kV == 1, kElementsOf<T>, Op::kOptions, Op::kInputs), kCount)) {
-        if (plan.packs == kCount) done = RunTiles<8, kCount, kV, kLayout>(plan, layouts);
+      if constexpr (kCount == 0 || HasPacks(Table::kLadder, kCount)) {
+        constexpr int kLanes = kCount == 0 ? kStreamedTileLanes : 0;
+        if (plan.packs == kCount) done = done || RunTiles<8, kCount, kV, kLayout, 512, kLanes>(plan, layouts);
       }
     });
     return done;
@@ -377,9 +376,9 @@ template <class Plan, class Run>
 bool RunPlan(const Plan& plan_for, const Run& run) {
   RowDevice device = ThisDevice();
   for (;;) {
-    const RowPlan plan = plan_for(device);
+    const RowPlan plan = TriedOr(plan_for(device));
     if (run(plan)) return true;
-    if (plan.cluster == 1) return false;
+    if (plan.cluster == 1 || tried_plan.kernel != Kernel::kNone) return false;
     device.most_cluster = plan.cluster / 2;
   }
 }
@@ -457,6 +456,7 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
   const bool even = packs.template Fit<Plain>() && packs.groups.count <= kGroupAxes;
   RowProblem problem = ProblemOf<T>(op, packs, elements, false);
   problem.inputs = op.Inputs();
+  problem.sums = Op::kSums;
   problem.packs &= even;
   problem.single_elements &= even;
   const Launcher<T, Op> own(stream, op, status);

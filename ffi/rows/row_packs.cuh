@@ -62,7 +62,7 @@ class RowPacks {
   explicit __device__ RowPacks(const G& geometry)
       : geometry_(geometry),
         lane_(LaneOfThread<P>(geometry.team)),
-        step_((P::kInWarp || P::kAcross ? LanesOf<P>(geometry.team) : static_cast<int>(blockDim.x)) *
+        step_((P::kInWarp || P::kAcross || P::kLanes ? LanesOf<P>(geometry.team) : static_cast<int>(blockDim.x)) *
               (P::kStaged ? 1 : ClusterOf<P>(geometry.team)) * kWide) {
     if constexpr (P::kStaged && P::kClusters) {
       const int share = static_cast<int>(StagedColumns(columns(), geometry.team.cluster));
@@ -189,7 +189,7 @@ class RowPacks {
   // Where the columns end that this block may have.
   __device__ int end() const { return P::kSegment || (P::kStaged && P::kClusters) ? end_ : columns(); }
   // Whether a pack begins before that.
-  __device__ bool Begins(int pack, int column) const { return (P::kSure && pack < kHeldPacks / 2) || column < end(); }
+  __device__ bool Begins(int pack, int column) const { return pack < P::kSure || column < end(); }
 
   // Whether all positions of a pack belong to the row.
   __device__ bool Whole(int column) const {

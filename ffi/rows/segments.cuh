@@ -90,7 +90,7 @@ class SplitRow : public Row<P, kV, kLayout, A, GeometryOf<Op::kSlots, kLayout>> 
 #pragma unroll
     for (auto& values : joined.values) values = J::template Identity<A, Part::kCount>();
 #pragma unroll 4
-    for (int part = threadIdx.x / P::kMaxTeams; part < parts_.count; part += blockDim.x / P::kMaxTeams) {
+    for (int part = threadIdx.x / P::kMaxTeams; part < parts_.count; part += P::kLanes) {
       Pack<A, kRows> found[Part::kCount];
 #pragma unroll
       for (int k = 0; k < Part::kCount; ++k) found[k] = ReadPack<kRows>(Place<Part>(part, k));
@@ -157,11 +157,11 @@ __global__ void __maxnreg__(P::kRegisters)
   }
 }
 
-// Runs the kernels of the placements P, then F, with so many lanes, over rows that are split into parts, at most as
-// many as the workspace has room for.
+// Runs the kernels of the placements P, then F, over rows that are split into parts, at most as many as the workspace
+// has room for.
 template <class P, class F, int kV, Layout kLayout, class A, class Op>
-bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, int lanes,
-                 const AnyBuffer& workspace, const SumPointers<A>& sums, cudaError_t* status) {
+bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, const AnyBuffer& workspace,
+                 const SumPointers<A>& sums, cudaError_t* status) {
   using G = GeometryOf<Op::kSlots, kLayout>;
   if (!layouts.template Fit<G>()) return false;
   const SegmentShape shape = SegmentsOf(P::kAcross, kV == 1);
@@ -170,7 +170,7 @@ bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& l
   const int64_t count = DivideUp(columns, each);
   const RowParts<A> parts = {static_cast<int>(count), static_cast<A*>(workspace.untyped_data()), static_cast<int>(each),
                              sums};
-  Team team = {.lanes = lanes};
+  Team team = {.lanes = P::kLanes};
   team.warps = ThreadsOf<P>(team) / 32;
   const int rows = SplitRow<P, kV, kLayout, A, Op>::BlockRows(team);
   const Grid grid = {DivideUp(layouts.rows.total, rows) * count, ThreadsOf<P>(team), 1, SpreadBytes<P, A>(team, rows)};
@@ -193,33 +193,32 @@ bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, 
     const Layouts<SingleOp::kSlots> elements(shape, 1, SingleOp::kBroadcasts);
     if (shape.across) {
       if constexpr (kTuned<T>) {
-        using P = SegmentAcross<16, 8, kSegmentRegisters>;
-        using F = SegmentAcross<16, 8, kSegmentRegisters, /*kBackwards=*/true>;
+        using P = SegmentAcross<16, 8, kSegmentRegisters, 16>;
+        using F = SegmentAcross<16, 8, kSegmentRegisters, 16, /*kBackwards=*/true>;
         constexpr int kV = PackOf(kElementsOf<T>, true);
         const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
-        if (layouts.plain &&
-            LaunchParts<P, F, kV, Layout::kPlain, A>(stream, op, layouts, 16, workspace, sums, status)) {
+        if (layouts.plain && LaunchParts<P, F, kV, Layout::kPlain, A>(stream, op, layouts, workspace, sums, status)) {
           return true;
         }
       }
       // Few threads for adjacent elements, of which there may be few.
-      using P = SegmentAcross<4, 8, kElementSegmentRegisters>;
-      using F = SegmentAcross<4, 8, kElementSegmentRegisters, /*kBackwards=*/true>;
+      using P = SegmentAcross<4, 8, kElementSegmentRegisters, 128>;
+      using F = SegmentAcross<4, 8, kElementSegmentRegisters, 128, /*kBackwards=*/true>;
       return elements.plain &&
-             LaunchParts<P, F, 1, Layout::kPlain, A>(stream, single, elements, 128, workspace, sums, status);
+             LaunchParts<P, F, 1, Layout::kPlain, A>(stream, single, elements, workspace, sums, status);
     }
     if constexpr (kTuned<T>) {
-      using P = SegmentAlong<4, kSegmentRegisters>;
-      using F = SegmentAlong<4, kSegmentRegisters, /*kBackwards=*/true>;
+      using P = SegmentAlong<4, kSegmentRegisters, 512>;
+      using F = SegmentAlong<4, kSegmentRegisters, 512, /*kBackwards=*/true>;
       constexpr int kV = PackOf(kElementsOf<T>, false);
       const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
       if (shape.columns.count == 1 &&
-          LaunchParts<P, F, kV, Layout::kShifted, A>(stream, op, layouts, 512, workspace, sums, status)) {
+          LaunchParts<P, F, kV, Layout::kShifted, A>(stream, op, layouts, workspace, sums, status)) {
         return true;
       }
     }
-    using P = SegmentAlong<4, kElementSegmentRegisters>;
-    return LaunchParts<P, P, 1, Layout::kGeneral, A>(stream, single, elements, 512, workspace, sums, status);
+    using P = SegmentAlong<4, kElementSegmentRegisters, 512>;
+    return LaunchParts<P, P, 1, Layout::kGeneral, A>(stream, single, elements, workspace, sums, status);
   }
   return false;
 }

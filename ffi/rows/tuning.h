@@ -15,6 +15,7 @@ struct Step {
   int64_t length;
   int packs;
   int cluster = 1;
+  int lanes = 0;
 };
 using Ladder = std::span<const Step>;
 
@@ -28,29 +29,27 @@ inline constexpr Step kOneInput[] = {
     {65536, 8, 16},  //
 };
 // Two inputs, no parameters: their gradients. 8 packs of two inputs spill.
-inline constexpr Step kTwoInputs[] = {
-    {1152, 2}, {1536, 4}, {8192, 4, 4}, {16384, 4, 8}, {32768, 4, 16},
-};
-// One input and parameters: the norms, forward. Few packs a thread would read the parameters too often.
-inline constexpr Step kWithParameters16[] = {
-    {8, 2},         //
-    {16, 4},        //
-    {24, 8},        // 160 columns: 8 packs 1.00 of the best, 4 packs .93
-    {32, 4},        // 256 columns: 8 packs .90
-    {96, 8},        // 1000 columns: 32 lanes x 4
-    {1024, 4},      // 2048 columns: 64 x 4 .99, 32 x 8 .92
-    {4096, 8},      //
-    {16384, 8, 4},  //
-    {65536, 8, 16},
-};
+inline constexpr Step kTwoInputs16[] = {{1152, 2}, {1536, 4}, {8192, 4, 4}, {16384, 4, 8}, {65536, 4, 16}};
+inline constexpr Step kTwoInputs32[] = {{1152, 2}, {4096, 4}, {8192, 4, 4}, {16384, 4, 8}, {65536, 4, 16}};
+// One input and parameters: the norms, forward. Few packs a thread would read the parameters too often; 8 in a warp
+// spill (512 columns: .94 of 4 packs).
+inline constexpr Step kWithParameter16[] = {
+    {8, 2},    {16, 4},       {24, 3},       {32, 4}, {48, 3},  // 160 columns: 8 lanes x 3
+    {64, 4},   {96, 3},       {1024, 4},                        // 768: 32 x 3, none idle; 2048: 64 x 4 1.00, 32 x 8 .92
+    {4096, 8}, {16384, 8, 4}, {65536, 8, 16}};
+inline constexpr Step kWithTwoParameters16[] = {
+    {8, 2},    {16, 4},       {24, 3},       {32, 4},
+    {48, 3},   {64, 4},       {96, 3},       {512, 4},  // 8192: 256 lanes x 4 .91 of 128 x 8
+    {4096, 8}, {16384, 8, 4}, {65536, 8, 16}};
 inline constexpr Step kWithParameters32[] = {
     {2048, 4},
     {4096, 8},
     {16384, 8, 4},
     {65536, 8, 16},
 };
-// Bodies that hold f32 copies of their packs: logits with a bias or with masks of f32, and all whose dtypes the tensors
-// tell.
+// Tensors that tell their dtypes: packs of 8 elements, held as f32.
+inline constexpr Step kHeldAny[] = {{1024, 2}, {4096, 2, 4}, {8192, 2, 8}, {16384, 2, 16}};
+// Bodies that hold f32 copies of their packs: logits with a bias, or with masks of f32.
 inline constexpr Step kHeldAsF32[] = {{2048, 4}, {4096, 4, 2}, {8192, 4, 4}, {16384, 4, 8}};
 // Logits of 16 bits with masks alone are held as they are: what a thread does for a row, however many packs it has of
 // it, is a third of the work.
@@ -64,13 +63,18 @@ inline constexpr int64_t kMostElements = 64;
 inline constexpr Step kSingles[] = {{4096, 8}};                   // where neither holds a row
 inline constexpr Step kShortestSingles[] = {{kMostElements, 8}};  // of tensors that tell their dtypes
 inline constexpr Step kSinglesWithOptions[] = {{8192, 16}};
-inline constexpr Step kShiftedOneInput[] = {{2048, 4}, {4096, 8}, {8192, 8, 2}};  // staged, 20001 columns: .46 of this
-inline constexpr Step kShiftedTwoInputs[] = {{2048, 4}};
+inline constexpr Step kShiftedOneInput[] = {{16, 4},   {24, 3},  {32, 4},
+                                            {48, 3},   {64, 4},  {96, 3},  // 127 columns: 8 lanes x 3 1.00, x 4 .96
+                                            {2048, 4}, {8192, 8}};         // 50257: a block 1.00, a cluster of 2 .94
+inline constexpr Step kShiftedTwoInputs[] = {{16, 4}, {24, 3}, {32, 4},  {48, 3},
+                                             {64, 4}, {96, 3}, {128, 4}, {5120, 5}};  // 20001: 512 lanes x 5 twice
+inline constexpr Step kShiftedAny[] = {{1024, 2}};
 // Columns along several axes, by packs.
 inline constexpr Step kSeveralAxes[] = {{2048, 4}};
 
 // Blocks that stay, and fetch rows ahead. With parameters, which they read once.
-inline constexpr Step kPersistentWithParameters16[] = {{4096, 4, 4}, {8192, 4, 8}, {16384, 8, 8}, {32768, 8, 16}};
+inline constexpr Step kPersistentWithParameters16[] = {
+    {2048, 4, 4}, {4096, 8, 4}, {16384, 8, 8}, {32768, 8, 16}};  // 65536 columns: 4 packs .94 of 8
 inline constexpr Step kPersistentWithParameters32[] = {
     {4096, 4, 4}, {8192, 4, 8}, {16384, 8, 8}, {32768, 8, 16}, {65536, 16, 16}};
 inline constexpr int64_t kLeastPersistent[] = {1536, 2048};  // packs of 16 bits: layer_norm, rms_norm; of f32: twice
@@ -78,28 +82,38 @@ inline constexpr int64_t kLeastPersistent[] = {1536, 2048};  // packs of 16 bits
 inline constexpr Step kPersistent[] = {{65536, 8, 16}};
 inline constexpr int64_t kLeastPersistentAlone = 16384;
 // With sums over the rows. Few threads with many registers are faster than many with few.
-inline constexpr Step kSums16[] = {{64, 2},      {256, 4},     {1024, 2},      {2048, 4, 2},
+inline constexpr Step kSums16[] = {{64, 2},      {128, 4},     {1024, 2},      {2048, 4, 2},
                                    {4096, 4, 4}, {8192, 4, 8}, {16384, 4, 16}, {32768, 8, 16}};
-inline constexpr Step kSums32[] = {{64, 2},      {256, 4},      {1024, 2},     {4096, 8, 2},
+inline constexpr Step kSums32[] = {{64, 2},      {128, 4},      {1024, 2},     {4096, 8, 2},
                                    {8192, 8, 4}, {16384, 8, 8}, {32768, 8, 16}};
 // The same of tensors that tell their dtypes, and of rows by single elements.
 inline constexpr Step kSumsOfAny[] = {{1024, 2}, {16384, 2, 16}};
 inline constexpr Step kSumsOfElements[] = {{4096, 8}, {65536, 8, 16}};
 
-// Staged rows, by elements a thread: 33, so that 2^k + 1 columns fit.
-inline constexpr Step kStaged[] = {{256, 16},      {4224, 33},     {8448, 33, 2},   {16896, 33, 4},  {20480, 40, 4},
-                                   {33792, 33, 8}, {40960, 40, 8}, {67584, 33, 16}, {81920, 40, 16}, {262144, 64, 16}};
+// Staged rows, by elements a thread: 33, so that 2^k + 1 columns fit. Clusters' kernels know their lanes: an element's
+// place in shared memory is an instruction less.
+inline constexpr Step kStaged[] = {{256, 16},           {4224, 33},           {8448, 33, 2, 128},   {16896, 33, 4, 128},
+                                   {33792, 33, 8, 128}, {67584, 33, 16, 128}, {262144, 64, 16, 256}};
 // Without parameters: what shifted packs leave.
-inline constexpr Step kStagedAlone[] = {{16896, 33, 4}, {33792, 33, 8}, {67584, 33, 16}, {262144, 64, 16}};
-// With sums, which compete for registers: more blocks a row.
-inline constexpr Step kStagedSums16[] = {{256, 16},      {4224, 33},      {8448, 33, 2},   {16896, 33, 4},
-                                         {33792, 33, 8}, {67584, 33, 16}, {262144, 64, 16}};
-inline constexpr Step kStagedSums32[] = {{128, 8},       {512, 16},      {4224, 33},      {8448, 33, 2},
-                                         {16896, 33, 4}, {33792, 33, 8}, {67584, 33, 16}, {131072, 64, 16}};
+inline constexpr Step kStagedAlone[] = {
+    {16896, 33, 4, 128}, {33792, 33, 8, 128}, {67584, 33, 16, 128}, {262144, 64, 16, 256}};
+// With sums, of f32.
+inline constexpr Step kStagedSums32[] = {{128, 8},
+                                         {512, 16},
+                                         {4224, 33},
+                                         {8448, 33, 2, 128},
+                                         {16896, 33, 4, 128},
+                                         {33792, 33, 8, 128},
+                                         {67584, 33, 16, 128},
+                                         {131072, 64, 16, 128}};
 
 // Rows across: neighbours' elements are adjacent, so that a pack is one column of four rows; by columns.
-inline constexpr Step kAcrossOneInput[] = {{256, 8},      {512, 16},     {1024, 16, 2},
-                                           {2048, 16, 4}, {4096, 16, 8}, {16384, 16, 16}};
+inline constexpr Step kAcrossOneInput16[] = {{128, 8, 1, 16},    {256, 8, 1, 32},    {512, 16, 1, 32},
+                                             {1024, 16, 1, 64},  {2048, 16, 4, 32},  {4096, 16, 8, 32},
+                                             {8192, 16, 16, 32}, {16384, 16, 16, 64}};
+inline constexpr Step kAcrossOneInput32[] = {{128, 8, 1, 16},   {256, 8, 1, 32},   {512, 16, 1, 32}, {1024, 16, 2, 32},
+                                             {2048, 16, 4, 32}, {4096, 16, 8, 32}, {8192, 8, 16, 64}};
+inline constexpr Step kAcrossWithParameters[] = {{256, 8}, {512, 16}, {2048, 16, 4}, {16384, 16, 16}};
 inline constexpr Step kAcrossTwoInputs16[] = {{256, 8}, {512, 8, 2}, {1024, 8, 4}, {2048, 8, 8}, {4096, 8, 16}};
 inline constexpr Step kAcrossTwoInputs32[] = {{512, 8}, {1024, 4, 8}, {4096, 4, 16}};
 inline constexpr Step kAcrossAny[] = {{512, 8}, {1024, 8, 2}, {8192, 8, 16}};
@@ -111,17 +125,6 @@ inline constexpr Step kAcrossElements[] = {{256, 8}, {2048, 8, 8}};
 inline constexpr int64_t kLongestAcross[2][2] = {{16384, 4096}, {8192, 16384}}, kLongestElements = 2048;
 inline constexpr int64_t kLongestBytes[2] = {1 << 20, 1 << 19}, kLongestMixed = 65536, kLongestAxes = 8192;
 
-// Chunks of rows, by the words of a row: as many as 132 multiprocessors hold at once.
-struct Chunks {
-  int64_t words, count;
-};
-inline constexpr Chunks kChunks[2][2][8] = {
-    // [aligned][f32]
-    {{{256, 396}, {4224, 264}, {8448, 132}, {16896, 62}, {25344, 45}, {33792, 30}, {50688, 20}, {67584, 14}},
-     {{512, 396}, {4224, 264}, {8448, 132}, {16896, 62}, {33792, 30}, {67584, 14}}},
-    {{{512, 528}, {1024, 264}, {2048, 528}, {4096, 264}, {8192, 132}, {16384, 66}, {32768, 30}, {65536, 15}},
-     {{128, 792}, {1024, 528}, {2048, 264}, {8192, 132}, {16384, 66}, {32768, 30}, {65536, 15}}}};
-
 // The most registers of a thread. Between two limits of one kernel lie up to 42 %, because they decide how many blocks
 // a multiprocessor holds; below the number that a body needs, it spills. 65536 / this is the most threads of a block.
 struct Limits {
@@ -129,23 +132,25 @@ struct Limits {
 };
 inline constexpr Limits kOneInputRegisters = {40, 48, 80};
 inline constexpr Limits kTwoInputRegisters[] = {{56, 80, 80}, {48, 64, 80}};  // 16 bits, f32
-inline constexpr int kTwoInputClusterRegisters = 64;
+inline constexpr int kTwoInputClusterRegisters[] = {64, 48};  // f32 softmax, 16384 columns: 48 1.00, 56 .94
+inline constexpr int kRowValueRegisters = 16;                 // more, for values of the row that its body loads
 inline constexpr Limits kParameterRegisters = {56, 56, 80};
-inline constexpr int kAsF32Registers = 72, kTwoAsF32Registers = 104, kAnyRegisters = 80, kMasks16Registers = 80;
-inline constexpr int kShiftedRegisters[2][2] = {{56, 64}, {96, 80}};  // [two inputs][8 packs]
+inline constexpr int kAsF32Registers = 72, kTwoAsF32Registers = 104, kMasks16Registers = 80;
+inline constexpr int kAnyRegisters[] = {80, 104};                     // of one input, of two
+inline constexpr int kShiftedRegisters[2][2] = {{56, 64}, {96, 64}};  // [two inputs][5 packs or 8]
 inline constexpr int kSeveralAxesRegisters = 128;
 inline constexpr int kElementRegisters = 80, kAnywhereRegisters = 128;  // single elements: plain, general
 inline constexpr int kStreamedRegisters = 80, kSegmentRegisters = 64, kElementSegmentRegisters = 96;
 inline constexpr int kTileRegisters[2][2] = {{64, 64}, {64, 128}};                     // [f32][two inputs, or 16 packs]
 inline constexpr int kPersistentRegisters = 128, kPersistentParameterRegisters = 255;  // of more than 4 packs
-inline constexpr int kSumRegisters = 128, kSumWideRegisters[] = {255, 168};            // 2 packs; 4 of 16 bits, of f32
-inline constexpr int kSumClusterRegisters = 255;
-inline constexpr int kStagedRegisters[4][4] = {// [one input, two, parameters, sums][16, 33, 40, 64 elements]
-                                               {96, 112, 128, 168},
-                                               {128, 168, 168, 255},
-                                               {128, 168, 168, 255},
-                                               {144, 255, 255, 255}};
-inline constexpr int kStagedSumClusterRegisters = 216;  // three blocks of 96 threads
+// With sums, of 16 bits and f32: chunks of rows are as many as these let an H200 hold at once.
+inline constexpr int kSumRegisters[] = {128, 96}, kSumWideRegisters[] = {255, 168};  // 2 packs, 4
+inline constexpr int kSumClusterRegisters = 255, kSumElementRegisters = 128;
+inline constexpr int kStagedRegisters[4][3] = {// [one input, two, parameters, sums][16, 33, 64 elements]
+                                               {96, 112, 168},
+                                               {128, 168, 255},
+                                               {128, 168, 255},
+                                               {144, 255, 255}};
 
 inline constexpr int kFewPacks[] = {1, 2};  // of the kernels of few rows, of one input and of two
 // "Few rows" take at most so many threads, half of what an H200 runs at once: each thread has one pack then. Smaller
