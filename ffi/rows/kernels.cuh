@@ -33,10 +33,11 @@ constexpr bool TellsDtypes() {
   if constexpr (Op::kInputs == 2) return std::is_same_v<decltype(Op::dx), AnyTensor>;
 }
 
-// Where few rows are, a launch waits for what a kernel knows of them to be fetched: less is better.
+// Where few rows are, a launch waits for what a kernel knows of them to be fetched: less is better. Norms' gradients
+// have rows along several axes where their parameters change along some, and no kernels of more packs for short ones.
 template <class P, int kV, Layout kLayout, class Op>
 using RowGeometry = std::conditional_t<!P::kAcross && (P::kPacks == 1 || P::kPacks == 2) && kLayout == Layout::kPlain &&
-                                           (kV > 1) && !TellsDtypes<Op>(),
+                                           (kV > 1) && !TellsDtypes<Op>() && (Op::kInputs == 1 || Op::kParameters == 0),
                                        Geometry<Op::kSlots, 1, 1>, GeometryOf<Op::kSlots, kLayout>>;
 
 template <class P, int kV, Layout kLayout, class A, RowOp Op>

@@ -284,7 +284,7 @@ constexpr RowPlan PlanAlong(const RowProblem& p, const RowDevice& device) {
                      p.rows * LanesFor(packs, 1) <= kFewThreads;
     if (few) return PlanFew(packs, kFewPacks[p.inputs - 1], false);
     plan = PlanHeld(HeldLadder(p.elements, p.inputs, p.parameters, p.options, p.as_f32), packs, false, device,
-                    p.one_row_axis || !tuned ? 0 : 2);
+                    p.one_row_axis || !tuned || (p.inputs == 2 && p.parameters) ? 0 : 2);
     if (plan.kernel != Kernel::kNone) return plan;
     if (p.options == Options::kNone && !p.as_f32) return streamed(Layout::kShifted, false);
   }

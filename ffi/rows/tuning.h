@@ -84,8 +84,8 @@ inline constexpr int64_t kLeastPersistentAlone = 16384;
 // With sums over the rows. Few threads with many registers are faster than many with few.
 inline constexpr Step kSums16[] = {{64, 2},      {128, 4},     {1024, 2},      {2048, 4, 2},
                                    {4096, 4, 4}, {8192, 4, 8}, {16384, 4, 16}, {32768, 8, 16}};
-inline constexpr Step kSums32[] = {{64, 2},      {128, 4},      {1024, 2},     {4096, 8, 2},
-                                   {8192, 8, 4}, {16384, 8, 8}, {32768, 8, 16}};
+inline constexpr Step kSums32[] = {{64, 2},   {256, 4},  // 768 columns: 96 lanes x 2 .80 of 64 x 4
+                                   {1024, 2}, {4096, 8, 2}, {8192, 8, 4}, {16384, 8, 8}, {32768, 8, 16}};
 // The same of tensors that tell their dtypes, and of rows by single elements.
 inline constexpr Step kSumsOfAny[] = {{1024, 2}, {16384, 2, 16}};
 inline constexpr Step kSumsOfElements[] = {{4096, 8}, {65536, 8, 16}};
