@@ -14,7 +14,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
-TESTS = ("import", "registry", "transformations", "flax_linen", "flax_nnx", "patch", "explain", "fuzz")
+TESTS = ("import", "registry", "transformations", "linen", "nnx", "patch", "explain", "fuzz")
 
 
 def pythons() -> list[str]:
@@ -44,10 +44,18 @@ def versions(python: str) -> list[str]:
     return [".".join(map(str, version)) for version in sorted({supported[0], *newest.values()})]
 
 
+def path_of(test: str) -> pathlib.Path:
+    """The file of the tests of a name."""
+    found = [path.relative_to(ROOT) for path in (ROOT / "tests").glob(f"*/test_{test}.py")]
+    if len(found) != 1:
+        raise SystemExit(f"tests must be names of files tests/*/test_NAME.py, got {test!r}")
+    return found[0]
+
+
 def main(tests: list[str]) -> int:
     """Runs the tests of the given names, or TESTS; returns how many pairs fail."""
     rows, failed = [], 0
-    files = " ".join(f"tests/test_{test}.py" for test in tests or TESTS)
+    files = " ".join(str(path_of(test)) for test in tests or TESTS)
     for python in pythons():
         name = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout.strip()
         for jax in versions(python):
