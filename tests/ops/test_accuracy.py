@@ -14,8 +14,8 @@ TIMES = 2.0
 #: So many times as much in float64, which nothing wider sums: whose order of summation suits the numbers is chance too.
 ROUNDING_OF_FLOAT64 = 8
 
-QUICK = [(op, dtype) for op in fuzz.OPS for dtype in ("float32", "bfloat16")]
-REST = [(op, dtype) for op in fuzz.OPS for dtype in ("float16", "float64")]
+QUICK = [(op, dtype) for op in accuracy.OPS for dtype in ("float32", "bfloat16")]
+REST = [(op, dtype) for op in accuracy.OPS for dtype in ("float16", "float64")]
 EIGHT_BITS = [("matmul", dtype) for dtype in fuzz.EIGHT_BITS]
 
 
@@ -48,7 +48,7 @@ def test_never_worse_than_the_reference(op, dtype, on_gpu):
 def test_the_page_is_that_of_the_results():
     rows = accuracy.read()
     assert accuracy.PAGE.read_text() == accuracy.page(rows), "run `make accuracy`"
-    assert {row.op for row in rows} == set(fuzz.OPS)
+    assert {row.op for row in rows} == set(accuracy.OPS)
     assert [row for row in rows if not row.within()] == []
 
 
