@@ -292,7 +292,7 @@ __device__ void LoadKeys(const BackwardArguments& arguments, const BackwardShare
     if (threadIdx.x % 32 != 0) return;
     const Barrier full = shared.KeysFull();
     const int key = tile[kFirstKey], head = tile[kKeyHead], batch = tile[kBatch];
-    if (k > 0) {  // those of the tile before are still needed
+    if (k > 0) {  // the previous tile's keys and values are still in use
 #pragma unroll
       for (int column = 0; column < Tile::kDepth; column += 64) {
         hopper::PrefetchHeadBox(arguments.k, column, key, head, batch);
@@ -389,8 +389,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
   const uint32_t values = shared.Values() + group * 64 * hopper::kBoxRowBytes;
   int steps = 0;  // so far
   shared.ForEachTile([&](const KnownTile& tile, int k) {
-    // Parts that the warpgroup has handed on: of each step, and of each tile. The place of the next is free once
-    // what is in it has left.
+    // Each step and each tile hands parts on. The next part's buffer is free once the part in it has been stored.
     const auto part_buffer = [&] { return (steps + k) % Tile::kStaging; };
     const auto await_place = [&](int parts) {
       shared.PartEmpty(group, parts % Tile::kStaging).Wait((parts / Tile::kStaging & 1) ^ 1);

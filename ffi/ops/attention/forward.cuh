@@ -31,7 +31,7 @@ struct ForwardTile {
   static constexpr int kDepth = kDepth_, kGroups = kGroups_, kKeys = kKeys_, kStages = kStages_;
   static constexpr int kQueryBuffers = kQueryBuffers_;
   static constexpr bool kGeneral = kGeneral_;
-  // Where there is room, results have a place of their own; else they take that of the queries.
+  // If shared memory has room, results get their own buffer; otherwise they overwrite the queries.
   static constexpr bool kHasPlace = kQueryBuffers == 2 || (kGeneral && kDepth <= 128);
   static constexpr int kRows = 64 * kGroups, kThreads = kWarpgroup * (kGroups + 1);
   // Bytes of a warpgroup's queries, and of a block of keys or of values.
@@ -359,7 +359,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
     };
     [[maybe_unused]] const GeneralScores<T, kKeys> general(p, range, at.batch, {at.head, at.head}, {row, row + 8},
                                                            {p, arguments.reach});
-    // What is done with scores before the softmax.
+    // Masks scores, and computes general ones, before the softmax.
     const auto finish = [&](int block, bool masked) {
       const int key = block * kKeys + column;
       if constexpr (!Tile::kGeneral) {
@@ -404,7 +404,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
       conclude(at, true);
       store(at);
     } else {
-      const auto after_first = [&] {  // what is known of the first block's scores
+      const auto after_first = [&] {  // once the first block's scores are there
         Round<T>(probabilities, scores);
         clear_values(span.last - 1);
         accumulate = 0;

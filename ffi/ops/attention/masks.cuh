@@ -18,8 +18,7 @@ struct Rows {
   __device__ int operator[](int h) const { return of[h]; }
 };
 
-// Positions or blocks of them [first, last), of which [whole_first, whole_last) are seen whole; those before and after
-// are masked.
+// Positions or blocks [first, last). Those in [whole_first, whole_last) are seen whole, the others need masks.
 struct Span {
   int first, last, whole_first, whole_last;
 
@@ -168,7 +167,7 @@ struct Band {
   // The first and the last query that see `key`, counted from `query`.
   __device__ int FirstSeeing(int key, int query) const { return key < keys ? key - right - query : kLongest; }
   __device__ int LastSeeing(int key, int query) const { return key + left - query; }
-  // The same by the reach, too; line: of the reach.
+  // The same, narrowed by the reach; line: the line of the reach.
   __device__ void RangeSeeing(int key, int query, const Problem& p, const Reach& reach, int64_t line, int* first,
                               int* last) const {
     *first = FirstSeeing(key, query);

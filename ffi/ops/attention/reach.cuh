@@ -1,8 +1,8 @@
-// What segments or a mask leave to be seen, found before the kernels that use it: for each query the range of its keys,
-// for each key that of its queries, and the same of blocks.
+// The ranges that segments or a mask leave visible, found before the attention kernels run: each query's keys, each
+// key's queries, and the same for blocks.
 //
 // Documents, padding, windows and most masks leave ranges without gaps: a kernel then compares a position with two
-// numbers, wherever they come from. Where there are gaps, the kernel for general scores looks at what is in a range.
+// numbers. If a range has gaps, the kernel for general scores reads the mask or the segments inside it.
 #ifndef JAXOPS_OPS_ATTENTION_REACH_CUH_
 #define JAXOPS_OPS_ATTENTION_REACH_CUH_
 
@@ -77,7 +77,7 @@ struct Runs {
     ascending = __syncthreads_and(ascends);
   }
   __device__ int End(int run) const { return run + 1 < count ? starts[run + 1] : length; }
-  // Whether each run has a segment of its own.
+  // Whether every run has a different segment.
   __device__ bool AreDistinct() const {
     bool distinct = count <= kMostRuns;
     if (distinct && !ascending) {

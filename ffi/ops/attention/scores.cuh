@@ -221,8 +221,8 @@ struct GeneralGradients {
   __device__ GeneralGradients(const Problem& p, const Reach& reach, const Band& band, int batch, int head, int key)
       : p(p), reach(reach), band(band), batch(batch), head(head), key(key) {}
 
-  // Scores become probabilities, and the gradients of probabilities those of scores; both are rounded, too. query: this
-  // thread's first; lse, delta: where the queries' are; masked, extra: as in GeneralScores, of all queries.
+  // Turns scores into probabilities and their gradients into gradients of scores, and rounds both. query: this thread's
+  // first; lse, delta: where the queries' are; masked, extra: as in GeneralScores, of all queries.
   __device__ __forceinline__ void Finish(float (&scores)[kQueries / 2], float (&dscores)[kQueries / 2],
                                          uint32_t (&rounded)[kQueries / 4], uint32_t (&drounded)[kQueries / 4],
                                          int query, uint32_t lse, uint32_t delta, bool masked,
@@ -239,7 +239,7 @@ struct GeneralGradients {
       }
       ToProbabilities(s, part, query, lse, masks, extra);
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) ds[i] = s[i] == 0 ? 0 : s[i] * ds[i];  // of what is not seen, whatever ds is
+      for (int i = 0; i < kPart; ++i) ds[i] = s[i] == 0 ? 0 : s[i] * ds[i];  // hidden scores: 0, even if ds is NaN
 #pragma unroll
       for (int i = 0; i < kPart / 2; ++i) {
         rounded[part * (kPart / 2) + i] = RoundPair<T>(s[2 * i], s[2 * i + 1]);
