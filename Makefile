@@ -17,7 +17,7 @@ headers := build/ffi_headers
 # Tests use one process a processor, at most eight. With a GPU they use one, because processes would share the GPU.
 processes = $(if $(driver),,-n $(shell n=$$(nproc); echo $$((n < 8 ? n : 8))))
 
-.PHONY: help build test test-all matrix fuzz accuracy compatibility demo bench emulate sanitize sanitize-gpu docs \
+.PHONY: help build test test-all matrix fuzz accuracy compatibility demo bench emulate sanitize sanitize-gpu kernels docs \
   wheel reproducible fmt lint clean
 .DEFAULT_GOAL := build
 
@@ -85,6 +85,8 @@ emulate: build ## Test the CUDA row kernels on the CPU
 	  tests/ops/test_softmax.py tests/ops/test_logits.py tests/ops/test_norm.py tests/handlers/test_rows.py tests/ops/test_contract.py \
 	  tests/ops/test_fuzz.py tests/handlers/test_frames.py \
 	  -k 'not matmul and not cuda and not memory_of_some_rows and not depend_on_threads' $(ARGS)
+	JAXOPS_EMULATED_CLUSTER=4 HEADERS=$(CURDIR)/$(headers)/jaxlib/include JOBS=2 tools/variant.sh $(python) emulate \
+	  -DJAXOPS_EMULATE=ON -- tests/ops/test_softmax.py tests/ops/test_norm.py -k every_row_length $(ARGS)
 
 # With AddressSanitizer the tests also call the handlers through JAX. JAX does not support ThreadSanitizer, so with it
 # they only call the handlers directly, with call frames of every row length and malformed ones.
@@ -96,6 +98,9 @@ sanitize: build ## Test the CPU handlers under sanitizers
 
 sanitize-gpu: build ## Test the GPU handlers under compute-sanitizer; ARGS='--only "memcheck matmul"'
 	$(python) tools/sanitize_gpu.py $(ARGS)
+
+kernels: build ## Count the kernels of the built GPU half, and their bytes, by kind
+	$(python) tools/kernels.py $(ARGS)
 
 docs: $(VENV)/ready ## Build the documentation site in build/site
 	$(python) -m pip install --quiet $$($(python) tools/requirements.py docs)

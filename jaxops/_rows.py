@@ -136,79 +136,35 @@ class Rows:
         return here + shape[axis] * jax.lax.axis_index(over) if over else here
 
 
-def _chunks(groups: int, rows: int, columns: int, itemsize: int) -> int:
-    """Into how many partial sums the sums over each group's rows are split, at most.
+def _plans():
+    """The functions of ffi/rows/plan.h: how the handlers for GPUs work on rows, and the workspaces that they want."""
+    from jaxops import _cpu
 
-    On a GPU each is a block's or a cluster's, and one wave of them is best (TUNING.md): as many as an H200's 132
-    multiprocessors hold at once, but at least 8 rows each. The handlers take fewer where threads would have no rows,
-    and none for few rows (HasFewRows in ffi/rows/column_sums.cuh).
-    Depends on nothing but the operands: it is part of the compiled program.
-    """
-    long = columns if isinstance(columns, int) else 4097  # symbolic: may be long, and unaligned
-    if long * itemsize % 16 == 0:
-        if itemsize == 2:
-            limits = ((256, 528), (1024, 396), (6144, 264), (8192, 132), (16384, 66), (32768, 30), (65536, 15))
-        else:
-            limits = ((128, 792), (512, 528), (3072, 264), (8192, 132), (16384, 66), (32768, 30), (65536, 15))
-    elif itemsize == 2:
-        limits = ((128, 528), (4224, 264), (8448, 132), (20480, 62), (51200, 30), (102400, 14))
-    else:
-        limits = ((128, 528), (512, 396), (4224, 264), (8448, 132), (12800, 62), (20480, 45), (33792, 30), (67584, 14))
-    words = long * max(itemsize, 4) // 4
-    full = next((count for limit, count in limits if words <= limit), 7)
-    if not isinstance(groups, int):  # symbolic: how many is not known before the program is compiled
-        return 1
-    return max(1, full // groups if not isinstance(rows, int) else min(full // groups, rows // 8))
+    if not hasattr(_cpu, "plan_rows"):
+        raise ImportError("jaxops' compiled half is older than its sources: build it again (make build)")
+    return _cpu
 
 
-#: Longer rows than these are split between blocks. Columns of rows across (neighbouring rows are adjacent), by
-#: itemsize, forward and backward.
-_UNSPLIT_ACROSS = {2: (16384, 4096), 4: (8192, 16384)}
-#: Columns of rows across that are read one element at a time.
-_UNSPLIT_SINGLES = 2048
-#: Bytes of rows along (their elements are adjacent) with one dtype, forward and backward: a cluster holds them.
-_UNSPLIT_BYTES = (2**20, 2**19)
-#: Columns of rows along with two dtypes.
-_UNSPLIT_MIXED = 65536
-#: Columns of rows along several axes, which only a block shares.
-_UNSPLIT_AXES = 8192
-
-
-def _parts(shape: Sequence[int], axes: Sequence[int], itemsizes: Iterable[int], backward: bool) -> int:
-    """The number of parts into which the handlers split a call's rows; 0: they do not split them.
-
-    On a GPU a block computes each part of a row, or of adjacent rows across (64 in packs, 4 in single elements).
-    The parts give about two waves of blocks on an H200, whose 132 multiprocessors hold 2 or 4 blocks each. A part has
-    at least 4096, 256 or 1024 columns, and a multiple of that (ffi/rows/split_rows.cuh). The number depends only on the
-    operands, so that results do not depend on the device.
+def _segments(shape: Sequence[int], axes: Sequence[int], dtypes: Iterable[np.dtype], backward: bool) -> int:
+    """Into how many segments, runs of columns, the handlers split a call's rows; 0: they do not split them.
 
     Args:
-      itemsizes: the distinct itemsizes of the tensors with x's shape.
+      dtypes: the distinct dtypes of the tensors with x's shape.
     """
     if not all(isinstance(d, int) for d in shape):  # symbolic
         return 0
     sizes = ((a in axes, d) for a, d in enumerate(shape) if d != 1)
     runs = [(of_row, math.prod(d for _, d in run)) for of_row, run in itertools.groupby(sizes, lambda size: size[0])]
     rows, columns = (math.prod(d for of_row, d in runs if of_row == kind) for kind in (False, True))
-    if rows == 0:
+    across = not (runs and runs[-1][0])
+    if across and ([of_row for of_row, _ in runs[-2:]] != [True, False] or len(runs) > 3):
         return 0
-    one, *more = itemsizes
-    if runs and runs[-1][0]:
-        limit = _UNSPLIT_AXES if len(runs) > 2 else _UNSPLIT_MIXED if more else _UNSPLIT_BYTES[backward] // one
-        wanted, multiple = 528 // rows, 4096
-        if columns <= limit or wanted < 2:
-            return 0
-    else:
-        if [of_row for of_row, _ in runs[-2:]] != [True, False] or len(runs) > 3:
-            return 0
-        packs = not more and runs[-1][1] % 4 == 0
-        adjacent, multiple, least = (64, 256, 1) if packs else (4, 1024, 2)
-        tiles = -(-rows // adjacent)
-        wanted = min(max(1056 // tiles, 1), max(64, 192 // tiles))
-        if columns <= (_UNSPLIT_ACROSS[one][backward] if packs else _UNSPLIT_SINGLES) or wanted < least:
-            return 0
-    share = -(-columns // (wanted * multiple)) * multiple
-    return -(-columns // share)
+    if columns <= 2048:  # never split; spares most calls the question
+        return 0
+    one, *more = dtypes
+    packs = not across or runs[-1][1] % 4 == 0
+    told = bool(more) or one == np.float16  # at run time: such rows are split by single elements
+    return _plans().plan_segments(rows, columns, across, packs, len(runs) > 2, one.itemsize, told, backward)
 
 
 #: The named operands or results of a row kernel; None where absent.
@@ -359,12 +315,87 @@ class RowKernel(Kernel):
                 out[i] = total
         return out
 
-    def explain(self, x, *operands, axes, **params) -> str:
-        """What the handlers choose a placement by, then the parameters."""
+    def plan(self, *operands, axes, kept, has, dtype, **attributes) -> dict[str, Any]:
+        """How a Hopper GPU's handler works on a call's rows: see `plan_rows` in ffi/module.cc.
+
+        Only the handler sees how broadcast operands lie; where their axes do not merge, its plan may be another.
+        """
+        x, *_ = operands
+        results = self.abstract(*operands, axes=axes, kept=kept, has=has, dtype=dtype)
+        slots = (*self._present(self.operands, has), *self._present(self.results, has))
+        buffers = list(zip(slots, (*operands, *results), strict=True))
+        logits = "query_axis" in attributes
+        masked = "where" in has
+        kinds = {np.dtype(value.dtype).name for slot, value in buffers if slot.kind == "full"}
+        elements = kinds.pop() if len(kinds) == 1 and (logits or not masked) else "any"
+        elements = elements if elements in ("bfloat16", "float32", "float64") else "any"
+        # Runs of axes of rows and of columns, the innermost last; rows lie across if theirs is the last one.
+        sizes = [(a in axes, d) for a, d in enumerate(x.shape) if d != 1]
+        runs = [
+            (of_row, math.prod(d for _, d in run)) for of_row, run in itertools.groupby(sizes, lambda size: size[0])
+        ]
+        across = bool(runs) and not runs[-1][0]
+        column_axes = max(sum(of_row for of_row, _ in runs), 1)
+        pack = 1 if elements == "float64" else 4 if across or elements == "float32" else 8
+        aligned = not runs or runs[-1][1] % pack == 0
+        shared = [
+            value for slot, value in buffers if slot.kind == "broadcast" and not (logits and slot.name == "scale")
+        ]
+        whole = across or all(value.shape[a] == x.shape[a] for value in shared for a in axes)
+        alike = all(value.shape[a] == 1 for value in shared for a in range(x.ndim) if a not in axes)
+        options = 0
+        if logits:
+            masks = masked or "scale" in has or attributes["query_axis"] >= 0 or attributes.get("masked", False)
+            alone = not self.name.endswith("_bwd") and elements != "any"  # there are kernels for masks alone
+            options = 2 if "bias" in has or (masks and not alone) else int(masks)
+        inputs = sum(slot.kind == "full" and slot.condition is None for slot in self.operands)
+        summed = [slot for slot in self.results if slot.kind == "sum"]
+        return _plans().plan_rows(
+            rows=math.prod(d for of_row, d in runs if not of_row),
+            columns=math.prod(d for of_row, d in runs if of_row),
+            elements=elements,
+            across=across,
+            packs=aligned and whole and (across or column_axes == 1),
+            aligned_packs=aligned,
+            single_elements=whole and column_axes == 1,
+            one_axis=column_axes == 1,
+            alike=alike and (logits or (inputs == 1 and "residual" not in has and not masked)),
+            inputs=inputs,
+            parameters=0 if logits else sum(slot.name in ("scale", "bias") for slot in self.operands),
+            options=options,
+            as_f32=masked and not logits,
+            sums=len(summed) if any(slot.present(has) for slot in summed) else 0,
+            fetched=inputs + ("dsum" in has),
+        )
+
+    def _chunks(self, *operands, axes, kept, **params) -> int:
+        """Into how many partial sums the sums over each group's rows are split, at most.
+
+        At least 8 rows each. The handlers take fewer where threads would have no rows, and none for few rows
+        (HasFewRows). Depends on nothing but the operands: it is part of the compiled program.
+        """
+        sizes = operands[0].shape
+        if not all(isinstance(sizes[a], int) for a in kept):
+            return 1  # how many groups there are is not known before the program is compiled
+        # Symbolic columns may be many, and unaligned.
+        known = [d if isinstance(d, int) else 4097 if a in axes else 2 for a, d in enumerate(sizes)]
+        shapes = ([1 if d == 1 else known[a] for a, d in enumerate(x.shape)] for x in operands)
+        structs = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, operands, strict=True))
+        groups = math.prod(sizes[a] for a in kept)
+        each = self.plan(*structs, axes=axes, kept=kept, **params)["chunks"] // max(groups, 1)
+        rows = math.prod(d for a, d in enumerate(sizes) if a not in axes and a not in kept)
+        return max(1, min(each, rows // 8) if isinstance(rows, int) else each)
+
+    def explain(self, *operands, axes, **params) -> str:
+        """How rows lie and what a Hopper GPU's handler makes of them, then the parameters."""
+        x = operands[0]
         columns = math.prod(x.shape[a] for a in axes)
         lie = "adjacent" if axes == tuple(range(x.ndim - len(axes), x.ndim)) else "strided"
         rows = f"{x.size // max(columns, 1)} rows of {columns} {lie}"
-        return f"{rows}; {super().explain(x, *operands, axes=axes, **params)}"
+        if all(isinstance(d, int) for d in x.shape) and x.size:
+            plan = self.plan(*operands, axes=axes, **params)
+            rows += f": {plan['text']}"
+        return f"{rows}; {super().explain(*operands, axes=axes, **params)}"
 
     def _beyond_limits(self, x, axes, query_axis=-1, key_axis=-1, **_) -> tuple[str, str] | None:
         """What the handlers do not take, and why, as `warn_fallback` takes them."""
@@ -384,7 +415,7 @@ class RowKernel(Kernel):
     def parts(self, operands: Sequence, results: Sequence, axes, has, **attributes) -> ShapedArray | None:
         """The workspace [parts, values, rows] of a call whose rows the handlers split; None: they do not.
 
-        They split those of `_parts`, without masks.
+        They split those of `_segments`, without masks.
         """
         slots = (*self._present(self.operands, has), *self._present(self.results, has))
         buffers = list(zip(slots, (*operands, *results), strict=True))
@@ -395,8 +426,7 @@ class RowKernel(Kernel):
             return None
         shape = operands[0].shape
         inputs = [slot for slot in self.operands if slot.kind == "full" and slot.condition is None]
-        itemsizes = {dtype.itemsize for dtype in dtypes}
-        count = _parts(shape, axes, itemsizes, backward=len(inputs) == 2)
+        count = _segments(shape, axes, dtypes, backward=len(inputs) == 2)
         rows = (d for a, d in enumerate(shape) if a not in axes)
         return ShapedArray((count, self.joined, math.prod(rows)), np.float32) if count else None
 
@@ -413,9 +443,7 @@ class RowKernel(Kernel):
         if sums:  # before them stands the handlers' workspace
             x = operands[0]
             groups, columns = (math.prod(x.shape[a] for a in named) for named in (kept, axes))
-            slots = self._present(self.operands, has)
-            widest = max(x.dtype.itemsize for slot, x in zip(slots, operands, strict=True) if slot.kind == "full")
-            chunks = _chunks(groups, x.size // (groups * columns), columns, widest)
+            chunks = self._chunks(*operands, axes=axes, kept=kept, has=has, dtype=dtype, **attributes)
             first = kinds.index("sum")
             results.insert(first, ShapedArray((sums, groups, chunks, columns), results[first].dtype))
         if self.joined is not None:

@@ -1,20 +1,15 @@
 """The GPU handlers under compute-sanitizer: `make sanitize-gpu`.
 
-Under racecheck a launch of a kernel takes up to a second, and in a cluster of 16 blocks up to five, however small: each
-kernel runs once, or a few times, on as few rows as make its blocks take several each (tests/kernel_survey.py). Without
-the tool all calls of tests/support/kernel_cases.py are made first, CUPTI tells which kernels they launch, and a few
-calls are chosen that together launch all of these, first a kernel of every placement; the result is kept in
-build/kernels.json until the module changes. The output ends with the module's launched and missing kernels.
-`--once racecheck,memcheck` does the same under memcheck; the other tools run tests on call frames of rows of every
-placement (lengths by capacity: COLUMNS_ONCE in tests/support/row_cases.py) and of every tile, without red zones, as the
+Under racecheck a launch of a kernel takes up to a second, and in a cluster of 16 blocks up to five, however small. The
+plan of a row says which kernel it takes (ffi/rows/plan.h), so that one call for each plan of an op and dtype is enough
+(tests/plan_cases.py). `--once racecheck,memcheck` makes the same calls under memcheck; other tools run tests on call
+frames of rows of many lengths (COLUMNS_ONCE in tests/support/row_cases.py) and of every tile, without red zones, as the
 tools watch the memory themselves.
 
 Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
-failures, and a summary; exits non-zero if one fails.
-`--only "memcheck (softmax|layer_norm) float32"` runs the processes whose name matches the expression, `--only
-racecheck` a single tool. `--kernels "Softmax.*Across"` selects, among kernels that run once, the kernels whose name
-matches. `--survey-seconds` and `--run-seconds` stop early: another survey continues from there, and kernels that did
-not run count as missing.
+each process that fails, and a summary; exits non-zero if one fails. `--only "memcheck (softmax|layer_norm) float32"`
+runs the processes whose names match the expression, `--only racecheck` a tool alone. `--run-seconds` stops the calls
+early.
 synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
 of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
@@ -39,7 +34,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support import gpus  # noqa: E402
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
-SURVEY = [sys.executable, "tests/kernel_survey.py"]
+CALLS = [sys.executable, "tests/plan_cases.py"]
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
 
 
@@ -59,7 +54,7 @@ class Run:
 
 
 def tests() -> list[str]:
-    """The tests of rows of every placement and of every tile, the slowest first, without the tests of some rows."""
+    """The tests of rows of every placement and of every tile, the slowest first, without tests of some rows."""
     chosen = "test_memory and cuda and not some_rows and not every_layout"
     command = [*PYTEST, "--collect-only", "tests/handlers/test_frames.py", "-k", chosen]
     listed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -67,7 +62,7 @@ def tests() -> list[str]:
 
 
 def test_runs(tool: str, ids: list[str]) -> list[Run]:
-    """The tests under a tool, one run for each op and dtype."""
+    """The tests under a tool, grouped by op and dtype."""
     parts = {}
     for test in ids:
         row_op = re.search(r"(\w+)-(\w+)-cuda", test)
@@ -76,20 +71,16 @@ def test_runs(tool: str, ids: list[str]) -> list[Run]:
     return [Run(tool, part, (*PYTEST, *of_part), len(of_part)) for part, of_part in parts.items()]
 
 
-def wanted(tool: str, kernels: str) -> tuple[str, ...]:
-    """The options that select kernels by name to run once under a tool."""
-    return ("--kernels", kernels, *(("--no-matmul",) if tool == "initcheck" else ()))
-
-
-def kernel_runs(tool: str, parts: int, options: argparse.Namespace) -> list[Run]:
-    """The calls that launch each kernel, under a tool; they stop when the seconds are over."""
-    command = (*SURVEY, "run", str(options.survey), "--parts", str(parts), "--seconds", str(options.run_seconds))
-    command += wanted(tool, options.kernels)
-    return [Run(tool, f"kernels {i}", (*command, "--part", str(i))) for i in range(parts)]
+def call_runs(tool: str, parts: int, options: argparse.Namespace) -> list[Run]:
+    """A call for each plan, under a tool; they stop when the seconds are over."""
+    command = (*CALLS, "--parts", str(parts), "--seconds", str(options.run_seconds))
+    # initcheck does not see what matmul's kernels store.
+    command += ("--rows-only",) if tool == "initcheck" else ()
+    return [Run(tool, f"calls {i}", (*command, "--part", str(i))) for i in range(parts)]
 
 
 def environment(gpu: str, **more: str) -> dict[str, str]:
-    """The environment of a process with one GPU and one thread."""
+    """The environment of a process that has one GPU and one thread to itself."""
     one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return os.environ | one | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": gpu} | more
 
@@ -116,24 +107,6 @@ def sanitize(run: Run, gpu: str, more: list[str]) -> tuple[bool, str, str]:
     return clean, f"{'ok    ' if clean else 'FAILED'} {run.name:40} {said} ({seconds:.0f} s)", done.stdout
 
 
-def surveyed(path: pathlib.Path, gpu: str, seconds: float) -> None:
-    """Surveys which kernels are launched, unless it is known for this module."""
-    command = [*SURVEY, "survey", str(path), "--seconds", str(seconds)]
-    if subprocess.run(command, cwd=ROOT, env=environment(gpu), check=False).returncode:
-        sys.exit("the survey of kernels failed")
-
-
-def report(options: argparse.Namespace, tool: str, outputs: dict[str, str], parts: int) -> None:
-    """Prints which kernels the runs of a tool launched, by how many of their calls they say that they ran."""
-    ran = ["0"] * parts
-    for name, output in outputs.items():
-        count = re.search(r"^ran (\d+) of", output, re.MULTILINE)
-        ran[int(name.split()[-1])] = count[1] if count else "0"
-    print(f"\n{tool}, each kernel:", flush=True)
-    command = [*SURVEY, "report", str(options.survey), "--ran", *ran, *wanted(tool, options.kernels)]
-    subprocess.run(command, cwd=ROOT, env=environment(""), check=True)
-
-
 def main(arguments: list[str]) -> int:
     """Runs the tools; returns how many runs fail."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -141,10 +114,9 @@ def main(arguments: list[str]) -> int:
         "--only", default="", metavar="PATTERN", help="runs in whose name, such as 'memcheck matmul', it is found"
     )
     parser.add_argument("--jobs", type=int, help="processes at a time (default: 12 a GPU, at most one a processor)")
-    parser.add_argument("--once", default="racecheck", metavar="TOOLS", help="those under which each kernel runs once")
-    parser.add_argument("--kernels", default="", metavar="PATTERN", help="of these, those in whose name it is found")
-    parser.add_argument("--survey", type=pathlib.Path, default=ROOT / "build/kernels.json", help="where it stands")
-    parser.add_argument("--survey-seconds", type=float, default=400, help="survey no more when they are over")
+    parser.add_argument(
+        "--once", default="racecheck", metavar="TOOLS", help="the tools under which each plan runs once"
+    )
     parser.add_argument("--run-seconds", type=float, default=1e6, help="begin no more calls when they are over")
     options, more = parser.parse_known_args(arguments)
     devices = gpus.visible()
@@ -153,12 +125,12 @@ def main(arguments: list[str]) -> int:
     jobs = options.jobs or min(12 * len(devices), os.cpu_count() or 1)
     once = [tool for tool in TOOLS if tool in options.once.split(",")]
     if "synccheck" in once:
-        parser.error("synccheck takes the tests alone: each kernel once has too many clusters for it")
+        parser.error("synccheck takes the tests alone: the calls have too many clusters for it")
     every, ids = [], []
     named = [tool for tool in TOOLS if tool in options.only]
     for tool in named or TOOLS:
         if tool in once:
-            every += kernel_runs(tool, jobs, options)
+            every += call_runs(tool, jobs, options)
         else:
             every += test_runs(tool, ids := ids or tests())
     chosen = [run for run in every if re.search(options.only, run.name)]
@@ -166,23 +138,16 @@ def main(arguments: list[str]) -> int:
         parser.error(f"{options.only!r} is in no run's name: there are {', '.join(run.name for run in every)}")
     if shutil.which("compute-sanitizer") is None:
         parser.error("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
-    if any(not run.tests for run in chosen):
-        surveyed(options.survey, devices[0], options.survey_seconds)
-    failed, outputs = 0, {tool: {} for tool in once}
+    failed = 0
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         turns = zip(chosen, itertools.cycle(devices), strict=False)
         pending = {pool.submit(sanitize, run, gpu, more): run for run, gpu in turns}
         for job in concurrent.futures.as_completed(pending):
             clean, line, output = job.result()
             print(line, flush=True)
-            if not pending[job].tests:
-                outputs[pending[job].tool][pending[job].name] = output
             if not clean:
                 failed += 1
                 print(output[-4000:], flush=True)
-    for tool, of_tool in outputs.items():
-        if of_tool:
-            report(options, tool, of_tool, jobs)
     print(f"\n{len(chosen) - failed} of {len(chosen)} runs are clean.")
     return failed
 

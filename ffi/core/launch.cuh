@@ -2,11 +2,11 @@
 #ifndef JAXOPS_CORE_LAUNCH_CUH_
 #define JAXOPS_CORE_LAUNCH_CUH_
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
 #include <limits>
-#include <mutex>
 
 #include "core/handler.h"
 
@@ -22,32 +22,55 @@ struct Grid {
   size_t shared_bytes = 0;  // dynamic shared memory
 };
 
-// Kernels with up to 48 KiB of shared memory need no opt-in; of that up to 32 KiB may be static.
-inline bool NeedsOptIn(const Grid& grid) { return grid.shared_bytes > 16 << 10; }
-// The opt-in is a property of the kernel, not of the launch: who needs one holds this lock until it has launched,
-// because another thread could set a smaller limit for the same kernel.
-class OptInLock {
+// What is known of kernels on devices, each asked for once: a table of keys and values that threads share without
+// locks. When two keys want one place the later one takes it, and the earlier one is asked for again.
+class KernelCache {
  public:
-  explicit OptInLock(const Grid& grid) : lock_(mutex_, std::defer_lock) {
-    if (NeedsOptIn(grid)) lock_.lock();
+  // ask() -> int from 0 to 2^16 - 2, or -1: not known, and asked for again.
+  template <class Ask>
+  int Get(const void* kernel, uint64_t detail, const Ask& ask) {
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return -1;
+    uint64_t key = reinterpret_cast<uintptr_t>(kernel) * 0x9e3779b97f4a7c15u;
+    for (const uint64_t more : {detail, static_cast<uint64_t>(device)})
+      key = (key ^ (key >> 29) ^ more) * 0xbf58476d1ce4e5b9u;
+    key |= 0xffff;
+    std::atomic<uint64_t>& place = places_[(key >> 40) % places_.size()];
+    const uint64_t found = place.load(std::memory_order_relaxed);
+    if ((found | 0xffff) == key) return static_cast<int>(found & 0xffff);
+    const int value = ask();
+    if (value >= 0) place.store(key - 0xffff + std::min(value, 0xfffe), std::memory_order_relaxed);
+    return value;
   }
 
  private:
-  static inline std::mutex mutex_;
-  std::unique_lock<std::mutex> lock_;
+  std::array<std::atomic<uint64_t>, 4096> places_ = {};
 };
+inline KernelCache prepared_kernels, resident_clusters;
 
-// What a kernel needs before it is launched on a grid, or asked about it.
+// What a kernel needs before it is launched on a grid, or asked about it, once for each device: the most dynamic shared
+// memory that it may have, whatever a launch takes, and clusters of more than 8 blocks.
 template <class... Parameters>
 cudaError_t Prepare(void (*kernel)(Parameters...), const Grid& grid) {
   cudaError_t status = cudaSuccess;
-  if (NeedsOptIn(grid)) {
-    status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.shared_bytes));
-  }
-  if (status == cudaSuccess && grid.cluster > 8) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
+  const bool large = grid.shared_bytes > 16 << 10;  // up to 48 KiB need no opt-in, of which 32 may be static
+  const bool wide = grid.cluster > 8;
+  if (!large && !wide) return status;
+  prepared_kernels.Get(reinterpret_cast<const void*>(kernel), large + 2 * wide, [&] {
+    int device = 0, most = 0;
+    cudaFuncAttributes attributes;
+    if (large) {
+      if ((status = cudaGetDevice(&device)) != cudaSuccess ||
+          (status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) != cudaSuccess ||
+          (status = cudaFuncGetAttributes(&attributes, kernel)) != cudaSuccess ||
+          (status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         most - static_cast<int>(attributes.sharedSizeBytes))) != cudaSuccess) {
+        return -1;
+      }
+    }
+    if (wide) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    return status == cudaSuccess ? 1 : -1;
+  });
   return status;
 }
 
@@ -73,7 +96,6 @@ cudaError_t Launch(cudaStream_t stream, void (*kernel)(Parameters...), const Gri
                    const Arguments&... arguments) {
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  const OptInLock lock(grid);
   if (const cudaError_t status = Prepare(kernel, grid); status != cudaSuccess) return status;
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = Configuration(grid, stream, &attribute);
@@ -105,23 +127,35 @@ inline cudaError_t CountMultiprocessors(int* count) {
   return status == cudaSuccess ? cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device) : status;
 }
 
-// How many clusters of a kernel the current device runs at once; 0 if that is not known.
+// How many clusters of a kernel the current device runs at once; 0 if none, or if that is not known.
 template <class... Parameters>
 int ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
-  int count = 0, multiprocessors = 0;
-  const OptInLock lock(grid);
-  if (Prepare(kernel, grid) != cudaSuccess) return 0;
-  if (grid.cluster > 1) {
-    grid.blocks = grid.cluster;
-    cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t config = Configuration(grid, nullptr, &attribute);
-    return cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess ? count : 0;
-  }
-  if (CountMultiprocessors(&multiprocessors) != cudaSuccess ||
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, grid.threads, grid.shared_bytes) != cudaSuccess) {
-    return 0;
-  }
-  return count * multiprocessors;
+  const uint64_t detail = (grid.shared_bytes << 20) + (static_cast<uint64_t>(grid.threads) << 8) + grid.cluster;
+  const int found = resident_clusters.Get(reinterpret_cast<const void*>(kernel), detail, [&] {
+    int count = 0, multiprocessors = 0;
+    if (Prepare(kernel, grid) != cudaSuccess) return -1;
+    if (grid.cluster > 1) {
+      grid.blocks = grid.cluster;
+      cudaLaunchAttribute attribute;
+      const cudaLaunchConfig_t config = Configuration(grid, nullptr, &attribute);
+      if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess) return count;
+      cudaGetLastError();  // such a cluster cannot be launched here: that is an answer
+      return 0;
+    }
+    if (CountMultiprocessors(&multiprocessors) != cudaSuccess ||
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, grid.threads, grid.shared_bytes) != cudaSuccess) {
+      return -1;
+    }
+    return count * multiprocessors;
+  });
+  return std::max(found, 0);
+}
+
+// Whether the current device runs any cluster of such a grid: on a slice of a GPU, or one with few multiprocessors
+// beside each other, none of 16 blocks may fit. Blocks alone always do.
+template <class... Parameters>
+bool ClustersFit(void (*kernel)(Parameters...), const Grid& grid) {
+  return grid.cluster == 1 || ResidentClusters(kernel, grid) > 0;
 }
 
 // The dynamic shared memory that a block may have on the current device beside up to 16 KiB of static shared memory.

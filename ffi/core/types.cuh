@@ -81,30 +81,28 @@ using ElementOf =
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// The dtypes of an op's input and its result: equal, or one of them f32. jaxops/_rows.py reduces other pairs to these.
+// The dtypes of an op's input and its result.
 template <class T, class U>
 struct Pair {
   using Input = T;
   using Output = U;
 };
-using Pairs = Types<Pair<__nv_bfloat16, __nv_bfloat16>, Pair<float, float>, Pair<__half, __half>, Pair<double, double>,
-                    Pair<__nv_bfloat16, float>, Pair<float, __nv_bfloat16>, Pair<__half, float>, Pair<float, __half>>;
 
-// Calls visit.operator()<Input, Output>() -> Error for the pair of dtypes.
-template <class Visit>
-Error VisitPair(const char* handler, DataType input, DataType output, const Visit& visit) {
-  return First(
-      Pairs{}, Invalid(handler, "no kernel for these element types"),
-      [=]<class P> { return input == kDataType<typename P::Input> && output == kDataType<typename P::Output>; },
-      [&]<class P> { return visit.template operator()<typename P::Input, typename P::Output>(); });
-}
-
-// Calls visit.operator()<T>() -> Error where both dtypes are T; where they differ, T is AnyFloat.
+// Calls visit.operator()<T>() -> Error for the dtypes of an op's input and its result, which are equal, or one of them
+// f32 (jaxops/_rows.py reduces other pairs to these): bf16, f32 and f64 have kernels of their own, other pairs
+// AnyFloat.
 template <class Visit>
 Error VisitDtype(const char* handler, DataType input, DataType output, const Visit& visit) {
-  return VisitPair(handler, input, output, [&]<class T, class U> {
-    return visit.template operator()<std::conditional_t<std::is_same_v<T, U>, T, AnyFloat>>();
-  });
+  if (input == output) {
+    if (input == DataType::BF16) return visit.template operator()<__nv_bfloat16>();
+    if (input == DataType::F32) return visit.template operator()<float>();
+    if (input == DataType::F64) return visit.template operator()<double>();
+    if (input == DataType::F16) return visit.template operator()<AnyFloat>();
+  } else if (input == DataType::F32 || output == DataType::F32) {
+    const DataType other = input == DataType::F32 ? output : input;
+    if (other == DataType::BF16 || other == DataType::F16) return visit.template operator()<AnyFloat>();
+  }
+  return Invalid(handler, "no kernel for these element types");
 }
 
 template <class T>
@@ -209,12 +207,9 @@ __device__ Pack<T, N> Larger(const Pack<T, N>& a, const Pack<T, N>& b) {
   return out;
 }
 
-// Elements a pack: 16 bytes of the wider dtype.
-template <class T, class U = T>
-inline constexpr int kPackOf = 16 / std::max(sizeof(T), sizeof(U));
-// The same of rows across, each element of another row: few, as a thread keeps something for each of its rows.
-template <class T, class U = T>
-inline constexpr int kPackAcross = std::min(kPackOf<T, U>, 4);
+// Elements a pack: 16 bytes.
+template <class T>
+inline constexpr int kPackOf = 16 / sizeof(T);
 
 // Rounds value(0), value(1), ... to a pack; 16-bit elements two at a time.
 template <class T, int N, class F>

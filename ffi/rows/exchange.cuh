@@ -92,65 +92,71 @@ struct CountMeanSquares {
   }
 };
 
-// Lanes of a warp that share something: `step` apart.
-template <int kLanes, int step>
-struct WarpLanes {
-  static constexpr int kWarpLanes = kLanes, kStep = step;
-};
-
-// The join over a row's lanes in each warp.
-template <class P, class J, class A, int kCount, int kRows>
-__device__ void JoinWarp(Values<A, kCount> (&rows)[kRows]) {
+// The join over lanes whose numbers differ by `distance` * step, for one distance.
+template <class J, class A, int kCount, int kRows>
+__device__ void JoinLanes(Values<A, kCount> (&rows)[kRows], int distance) {
+  Values<A, kCount> others[kRows];
 #pragma unroll
-  for (int distance = P::kWarpLanes / 2; distance > 0; distance /= 2) {
-    Values<A, kCount> others[kRows];
+  for (int r = 0; r < kRows; ++r)
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
+    for (int k = 0; k < kCount; ++k) others[r].v[k] = __shfl_xor_sync(0xffffffffu, rows[r].v[k], distance);
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) others[r].v[k] = __shfl_xor_sync(0xffffffffu, rows[r].v[k], distance * P::kStep);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) rows[r] = J::Join(rows[r], others[r]);
-  }
+  for (int r = 0; r < kRows; ++r) rows[r] = J::Join(rows[r], others[r]);
+}
+// For half, half / 2, ... 1, which are told.
+template <class J, class A, int kCount, int kRows>
+__device__ void JoinHalves(Values<A, kCount> (&rows)[kRows], int half) {
+#pragma unroll 1
+  for (int distance = half; distance > 0; distance >>= 1) JoinLanes<J>(rows, distance);
 }
 
-// The join of several values in each of kLanes lanes of a warp, known to all of them.
-template <class J, int kLanes, class A, int kCount, int kMany>
+// The join of several values in each of a warp's lanes, known to all of them.
+template <class J, class A, int kCount, int kMany>
 __device__ Values<A, kCount> JoinMany(const Values<A, kCount> (&many)[kMany]) {
   Values<A, kCount> all[1] = {many[0]};
 #pragma unroll
   for (int k = 1; k < kMany; ++k) all[0] = J::Join(all[0], many[k]);
-  JoinWarp<WarpLanes<kLanes, 1>, J>(all);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) JoinLanes<J>(all, distance);
   return all[0];
 }
 // Half of the instructions that joins two by two would take.
-template <class J, int kLanes, class A, int kMany>
+template <class J, class A, int kMany>
   requires(std::is_same_v<J, CountMeanSquares>)
 __device__ Values<A, 3> JoinMany(const Values<A, 3> (&many)[kMany]) {
   Values<A, 2> totals[kMany];
 #pragma unroll
   for (int k = 0; k < kMany; ++k) totals[k] = {many[k].v[0], many[k].v[0] * many[k].v[1]};
-  const Values<A, 2> total = JoinMany<EachBy<Sum>, kLanes>(totals);
+  const Values<A, 2> total = JoinMany<EachBy<Sum>>(totals);
   const A mean = total.v[1] * Reciprocal(total.v[0]);
   Values<A, 1> squares[kMany];
 #pragma unroll
   for (int k = 0; k < kMany; ++k) {
+    // In this order: the distance's square may be infinite where the count is 0.
     const A distance = many[k].v[1] - mean;
-    squares[k].v[0] = many[k].v[2] + many[k].v[0] * distance * distance;
+    squares[k].v[0] = many[k].v[2] + distance * (distance * many[k].v[0]);
   }
-  return {total.v[0], mean, JoinMany<EachBy<Sum>, kLanes>(squares).v[0]};
+  return {total.v[0], mean, JoinMany<EachBy<Sum>>(squares).v[0]};
 }
-
 // Two exponentials a value instead of two a join.
-template <class J, int kLanes, class A, int kMany>
+template <class J, class A, int kMany>
   requires(std::is_same_v<J, Exponentials>)
 __device__ Values<A, 2> JoinMany(const Values<A, 2> (&many)[kMany]) {
   Values<A, 1> maxima[kMany], totals[kMany];
 #pragma unroll
   for (int k = 0; k < kMany; ++k) maxima[k].v[0] = many[k].v[0];
-  const A max = JoinMany<EachBy<Max>, kLanes>(maxima).v[0], origin = Exponentials::FiniteOrZero(max);
+  const A max = JoinMany<EachBy<Max>>(maxima).v[0], origin = Exponentials::FiniteOrZero(max);
 #pragma unroll
   for (int k = 0; k < kMany; ++k) totals[k].v[0] = many[k].v[1] * Exp(many[k].v[0] - origin);
-  return {max, JoinMany<EachBy<Sum>, kLanes>(totals).v[0]};
+  return {max, JoinMany<EachBy<Sum>>(totals).v[0]};
+}
+
+// The dynamic shared memory of joins over rows across: two sets of slots for the values of a block's rows, of its warps
+// and of its cluster's blocks. Static, the slots of the largest blocks would leave the others no cache.
+template <class P, class A>
+size_t SpreadBytes(const Team& team, int rows) {
+  if (!P::kAcross || rows == P::kMaxTeams) return 0;
+  return 2 * (team.warps + (ClusterOf<P>(team) > 1 ? team.cluster : 0)) * rows * 3 * sizeof(A);
 }
 
 // Joins over all threads that share a row. Two sets of slots take turns, so that one barrier a join is enough: nobody
@@ -159,24 +165,36 @@ template <class P>
 class Exchange {
  public:
   // The row's lane in its warp, its warp among the row's warps, and its team.
-  __device__ Exchange()
-      : lane_(static_cast<int>(threadIdx.x % 32) / P::kStep % P::kWarpLanes),
-        warp_(P::kAcross ? threadIdx.x / 32 : LaneOfThread<P>() / 32),
-        team_(TeamOfThread<P>()) {
-    if constexpr (P::kCluster > 1) {
-      static_assert(P::kWarps > 1);
+  explicit __device__ Exchange(const Team& team)
+      : numbers_(team),
+        lane_(P::kInWarp ? LaneOfThread<P>(team) : static_cast<int>(threadIdx.x % 32) / P::kStep),
+        warp_(threadIdx.x / 32),
+        team_(P::kAcross ? TeamOfThread<P>(team) : 0) {
+    if constexpr (P::kClusters) {
+      if (ClusterOf<P>(team) == 1) return;
       if (threadIdx.x == 0)
         for (int k = 0; k < kBarriers; ++k) InitByteBarrier(Barriers() + k);
       ClusterArrive();  // this block runs: its shared memory may be written
     }
   }
 
+  // The join over a row's lanes in each warp.
+  template <class J, class A, int kCount, int kRows>
+  __device__ void JoinWarp(Values<A, kCount> (&rows)[kRows]) const {
+    if constexpr (P::kInWarp) {
+      JoinHalves<J>(rows, numbers_.lanes >> 1);
+    } else {
+#pragma unroll
+      for (int distance = P::kWarpLanes / 2; distance > 0; distance /= 2) JoinLanes<J>(rows, distance * P::kStep);
+    }
+  }
+
   template <class J, class A, int kCount, int kRows>
   __device__ void Join(Values<A, kCount> (&rows)[kRows]) {
-    if constexpr (P::kAcross && P::kWarps > 1 && kRows > 1) {
+    if constexpr (P::kAcross && kRows > 1) {
       JoinSpread<J>(rows);
     } else {
-      JoinWarp<P, J>(rows);
+      JoinWarp<J>(rows);
       JoinWarps<J>(rows);
     }
   }
@@ -186,29 +204,31 @@ class Exchange {
   __device__ void JoinWarps(Values<A, kCount> (&rows)[kRows]) {
     using Slot = Values<Values<A, kCount>, kRows>;
     turn_ ^= 1;
-    if constexpr (P::kWarps > 1) {
-      __shared__ Slot shared[2][P::kTeams][P::kWarps];
-      auto& slots = shared[turn_][team_];
+    if constexpr (!P::kInWarp) {
+      __shared__ Slot shared[2][P::kMaxTeams][P::kMaxWarps];
+      Slot* const slots = shared[turn_][team_];
       if (lane_ == 0) Copy(slots[warp_].v, rows);
       __syncthreads();
-      JoinSlots<J>(slots, rows);
+      JoinSlots<J>(slots, WarpsOf<P>(numbers_), rows);
     }
-    if constexpr (P::kCluster > 1) {
-      __shared__ Slot shared[2][P::kTeams][P::kCluster];
-      auto& slots = shared[turn_][team_];
+    if constexpr (P::kClusters) {
+      if (ClusterOf<P>(numbers_) == 1) return;
+      __shared__ Slot shared[2][P::kMaxTeams][kMostCluster];
+      Slot* const slots = shared[turn_][team_];
       uint64_t* const barrier = Barriers() + turn_;
       if (first_) ClusterWait();
       first_ = false;
-      if (threadIdx.x == 0) ExpectBytes(barrier, sizeof(shared[0]));
+      const int cluster = ClusterOf<P>(numbers_);
+      if (threadIdx.x == 0) ExpectBytes(barrier, P::kMaxTeams * cluster * static_cast<int>(sizeof(Slot)));
       if (warp_ == 0) {
         Slot mine;
         Copy(mine.v, rows);
-        for (int block = lane_; block < P::kCluster; block += P::kWarpLanes)
+        for (int block = lane_; block < cluster; block += P::kWarpLanes)
           SendToBlock(mine, &slots[ClusterRank()], barrier, block);
       }
       WaitForBytes(barrier, parities_ >> turn_ & 1);
       parities_ ^= 1u << turn_;
-      JoinSlots<J>(slots, rows);
+      JoinSlots<J>(slots, cluster, rows);
     }
   }
 
@@ -221,39 +241,39 @@ class Exchange {
     if (first_) ClusterWait();
     first_ = false;
     turn_ ^= 1;
-    uint64_t* const barrier = Barriers() + turn_;
-    if constexpr (!kDirect<J>) {
-      uint64_t* const own = barrier + 2;
-      auto& slots = WarpMail<V>()[turn_];
-      if (lane_ == 0) SendToBlock(Letter<V>{value}, &slots[warp_], own, ClusterRank());
+    uint64_t *const barrier = Barriers() + turn_, *const own = barrier + 2;
+    const int cluster = numbers_.cluster, warps = numbers_.warps;
+    const bool direct = IsDirect<J>();
+    if (!direct) {
+      Letter<V>* const letters = WarpMail<V>()[turn_];
+      if (lane_ == 0) SendToBlock(Letter<V>{value}, &letters[warp_], own, ClusterRank());
       if (warp_ != 0) return;
-      if (lane_ == 0) ExpectBytes(own, sizeof(slots));
+      if (lane_ == 0) ExpectBytes(own, warps * static_cast<int>(sizeof(Letter<V>)));
       WaitForBytes(own, parities_ >> turn_ & 1);
-      value = JoinMany<J, P::kWarps>({slots[lane_ % P::kWarps].value});
+      value = JoinLetters<J>(letters, warps);
     }
-    auto& slots = Mail<J, V>()[turn_];
-    if (threadIdx.x == 0) ExpectBytes(barrier, sizeof(slots));
-    Letter<V>* const slot = &slots[kDirect<J> ? ClusterRank() * P::kWarps + warp_ : ClusterRank()];
-    if (lane_ < P::kCluster) SendToBlock(Letter<V>{value}, slot, barrier, lane_);
+    Letter<V>* const slots = Mail<V>()[turn_];
+    if (threadIdx.x == 0) ExpectBytes(barrier, Parts<J>() * static_cast<int>(sizeof(Letter<V>)));
+    Letter<V>* const slot = slots + (direct ? ClusterRank() * warps + warp_ : ClusterRank());
+    if (lane_ < cluster) SendToBlock(Letter<V>{value}, slot, barrier, lane_);
   }
   template <class J, class V>
   __device__ V Collect() {
-    auto& slots = Mail<J, V>()[turn_];
-    constexpr int kParts = sizeof(slots) / sizeof(slots[0]), kReaders = kParts < 32 ? kParts : 32;
-    static_assert(P::kWarpLanes == 32 && P::kTeams == 1 && kParts % kReaders == 0);
     WaitForBytes(Barriers() + turn_, parities_ >> turn_ & 1);
     parities_ ^= 1u << turn_;
-    V parts[kParts / kReaders];
+    const Letter<V>* const slots = Mail<V>()[turn_];
+    if (!IsDirect<J>()) return JoinLetters<J>(slots, numbers_.cluster);
+    const int parts = Parts<J>();
+    V found[kMostParts / 32];
 #pragma unroll
-    for (int k = 0; k < kParts / kReaders; ++k) parts[k] = slots[k * kReaders + lane_ % kReaders].value;
-    return JoinMany<J, kReaders>(parts);
+    for (int k = 0; k < kMostParts / 32; ++k) {
+      const int part = k * 32 + lane_;
+      found[k] = part < parts ? slots[part].value : Identity<J>(slots->value);
+    }
+    return JoinMany<J>(found);
   }
 
  private:
-  // Whether every warp sends to all blocks. Through the first warp there is less to send and to join; directly there is
-  // one join less to wait for, and those that are not sums take longest.
-  template <class J>
-  static constexpr bool kDirect = std::is_same_v<J, CountMeanSquares> || std::is_same_v<J, Exponentials>;
   // Sent as one vector.
   template <class V>
   struct alignas(sizeof(V) > 8 ? 16 : sizeof(V)) Letter {
@@ -261,15 +281,39 @@ class Exchange {
   };
   template <class V>
   static __device__ auto& WarpMail() {
-    __shared__ Letter<V> mail[2][P::kWarps];
+    __shared__ Letter<V> mail[2][P::kMaxWarps];
     return mail;
+  }
+  template <class V>
+  static __device__ auto& Mail() {
+    __shared__ Letter<V> mail[2][kMostParts];
+    return mail;
+  }
+  // Whether every warp sends to all blocks. Through the first warp there is less to send and to join; directly there is
+  // one join less to wait for, and those that are not sums take longest.
+  static constexpr int kMostParts = 128;
+  template <class J>
+  __device__ bool IsDirect() const {
+    return (std::is_same_v<J, CountMeanSquares> || std::is_same_v<J, Exponentials>) &&
+           numbers_.cluster * numbers_.warps <= kMostParts;
+  }
+  template <class J>
+  __device__ int Parts() const {
+    return numbers_.cluster * (IsDirect<J>() ? numbers_.warps : 1);
   }
   template <class J, class V>
-  static __device__ auto& Mail() {
-    __shared__ Letter<V> mail[2][P::kCluster * (kDirect<J> ? P::kWarps : 1)];
-    return mail;
+  __device__ V JoinLetters(const Letter<V>* letters, int count) const {
+    const int half = HalfOf(count), index = half ? lane_ & (2 * half - 1) : 0;
+    V rows[1] = {Identity<J>(letters->value)};
+    if (index < count) rows[0] = letters[index].value;
+    JoinHalves<J>(rows, half);
+    return rows[0];
   }
 
+  template <class J, class A, int kCount>
+  static __device__ Values<A, kCount> Identity(const Values<A, kCount>&) {
+    return J::template Identity<A, kCount>();
+  }
   template <class V, int kRows, int kMore>
   static __device__ void Copy(V (&to)[kRows], const V (&from)[kMore]) {
 #pragma unroll
@@ -281,9 +325,10 @@ class Exchange {
   template <class J, class A, int kCount, int kRows>
   __device__ void JoinSpread(Values<A, kCount> (&rows)[kRows]) {
     using V = Values<A, kCount>;
+    if (P::kWarpLanes == 1 && WarpsOf<P>(numbers_) == 1) return;
     constexpr int kLanes = P::kWarpLanes, kOwn = kRows > kLanes ? kRows / kLanes : 1;
     constexpr int kAlike = kRows > kLanes ? 1 : kLanes / kRows;  // lanes that have the same row
-    static_assert(P::kWarps > 1 && kRows % kOwn == 0);
+    static_assert(kRows % kOwn == 0);
     // Half of the rows go to the other half of the lanes, then half of that half, ...
 #pragma unroll
     for (int distance = kLanes / 2, count = kRows; distance > 0; distance /= 2, count = count > 1 ? count / 2 : 1) {
@@ -306,35 +351,49 @@ class Exchange {
     }
     const int first = lane_ / kAlike * kOwn;
     turn_ ^= 1;
-    const auto join = [&](const auto& parts) {
+    extern __shared__ __align__(16) char shared[];
+    constexpr int kBlock = P::kMaxTeams * kRows;  // values of a warp, or of a block
+    const int warps = WarpsOf<P>(numbers_), cluster = ClusterOf<P>(numbers_),
+              sets = warps + (cluster > 1 ? cluster : 0);
+    V* const of_warps = reinterpret_cast<V*>(shared) + turn_ * sets * kBlock + team_ * kRows + first;
+    const auto join = [&](const V* from, int count) {
 #pragma unroll
-      for (int j = 0; j < kOwn; ++j) {
-        rows[j] = parts[0][team_][first + j];
+      for (int j = 0; j < kOwn; ++j) rows[j] = Identity<J>(rows[j]);
+      constexpr int kFew = 8;  // that are read before the first is joined
+#pragma unroll 2
+      for (int begin = 0; begin < count; begin += kFew) {
+        V found[kFew][kOwn];
 #pragma unroll
-        for (int part = 1; part < static_cast<int>(std::size(parts)); ++part)
-          rows[j] = J::Join(rows[j], parts[part][team_][first + j]);
-      }
-    };
-    __shared__ V shared[2][P::kWarps][P::kTeams][kRows];
-    if (lane_ % kAlike == 0)
-#pragma unroll
-      for (int j = 0; j < kOwn; ++j) shared[turn_][warp_][team_][first + j] = rows[j];
-    __syncthreads();
-    join(shared[turn_]);
-    if constexpr (P::kCluster > 1) {
-      __shared__ V blocks[2][P::kCluster][P::kTeams][kRows];
-      uint64_t* const barrier = Barriers() + turn_;
-      if (first_) ClusterWait();
-      first_ = false;
-      if (threadIdx.x == 0) ExpectBytes(barrier, sizeof(blocks[0]));
-      if (lane_ % kAlike == 0)
-        for (int block = warp_; block < P::kCluster; block += P::kWarps)
+        for (int k = 0; k < kFew; ++k)
 #pragma unroll
           for (int j = 0; j < kOwn; ++j)
-            SendToBlock(rows[j], &blocks[turn_][ClusterRank()][team_][first + j], barrier, block);
-      WaitForBytes(barrier, parities_ >> turn_ & 1);
-      parities_ ^= 1u << turn_;
-      join(blocks[turn_]);
+            found[k][j] = begin + k < count ? from[(begin + k) * kBlock + j] : Identity<J>(rows[j]);
+#pragma unroll
+        for (int k = 0; k < kFew; ++k)
+#pragma unroll
+          for (int j = 0; j < kOwn; ++j) rows[j] = J::Join(rows[j], found[k][j]);
+      }
+    };
+    if (lane_ % kAlike == 0)
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) of_warps[warp_ * kBlock + j] = rows[j];
+    __syncthreads();
+    join(of_warps, warps);
+    if constexpr (P::kClusters) {
+      if (cluster > 1) {
+        V* const of_blocks = of_warps + warps * kBlock;
+        uint64_t* const barrier = Barriers() + turn_;
+        if (first_) ClusterWait();
+        first_ = false;
+        if (threadIdx.x == 0) ExpectBytes(barrier, cluster * kBlock * static_cast<int>(sizeof(V)));
+        if (lane_ % kAlike == 0)
+          for (int block = warp_; block < cluster; block += warps)
+#pragma unroll
+            for (int j = 0; j < kOwn; ++j) SendToBlock(rows[j], of_blocks + ClusterRank() * kBlock + j, barrier, block);
+        WaitForBytes(barrier, parities_ >> turn_ & 1);
+        parities_ ^= 1u << turn_;
+        join(of_blocks, cluster);
+      }
     }
     V own[kOwn];
     Copy(own, rows);
@@ -346,17 +405,23 @@ class Exchange {
                                    r / kOwn * kAlike * P::kStep + static_cast<int>(threadIdx.x) % P::kStep);
   }
 
-  // Lane l joins the slots l, l + kReaders, ...; then the lanes join theirs.
-  template <class J, class Slot, int kParts, class V, int kRows>
-  __device__ void JoinSlots(const Slot (&slots)[kParts], V (&rows)[kRows]) const {
-    constexpr int kReaders = kParts < P::kWarpLanes ? kParts : P::kWarpLanes;
-    const int begin = lane_ % kReaders;
-    Copy(rows, slots[begin].v);
+  // Each lane joins a slot, or several; then the lanes join theirs.
+  template <class J, class Slot, class V, int kRows>
+  __device__ void JoinSlots(const Slot* slots, int count, V (&rows)[kRows]) const {
+    if constexpr (P::kAcross) {
 #pragma unroll
-    for (int part = kReaders; part < kParts; part += kReaders)
+      for (int r = 0; r < kRows; ++r) rows[r] = Identity<J>(rows[r]);
+      for (int k = lane_; k < count; k += P::kWarpLanes)
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) rows[r] = J::Join(rows[r], slots[part + begin].v[r]);
-    JoinWarp<WarpLanes<kReaders, P::kStep>, J>(rows);
+        for (int r = 0; r < kRows; ++r) rows[r] = J::Join(rows[r], slots[k].v[r]);
+      JoinWarp<J>(rows);
+    } else {
+      const int half = HalfOf(count), index = half ? lane_ & (2 * half - 1) : 0;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) rows[r] = Identity<J>(rows[r]);
+      if (index < count) Copy(rows, slots[index].v);
+      JoinHalves<J>(rows, half);
+    }
   }
 
   // They count bytes: those sent to each of two sets of slots by all blocks of the cluster, and by the block's own
@@ -367,6 +432,7 @@ class Exchange {
     return barriers;
   }
 
+  const Team& numbers_;
   int lane_, warp_, team_, turn_ = 0;
   uint32_t parities_ = 0;  // of the barriers' phases, as bits
   bool first_ = true;

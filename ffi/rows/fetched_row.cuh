@@ -11,18 +11,20 @@
 
 namespace jaxops::rows {
 
-// A placement that fetches rows kStages - 1 ahead; with one stage, each pack as soon as the pack in its place has been
-// used. kShared: parameters are kept in shared memory, not in registers. kKept: the row's packs are. kAhead: the
-// next row is begun before the present one is finished, which is where blocks share a row and there is a stage for it.
-template <class P, int kStages_, bool kShared_ = false, bool kKept_ = !kShared_ && P::kRows == 1 && P::kPacks <= 4>
+// A placement that fetches rows kStages - 1 ahead. kShared: parameters are kept in shared memory, not in registers.
+// kKept: the row's packs are. kPackVectors: 16 bytes each, that a pack may take there. kAhead: the next row is begun
+// before the present one is finished, where blocks share a row.
+template <class P, int kStages_, bool kShared_ = false, bool kKept_ = !kShared_ && P::kPacks <= 4,
+          int kPackVectors_ = 1>
 struct Looped : P {
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = kStages_, kPackVectors = kPackVectors_;
   static constexpr bool kShared = kShared_, kKept = kKept_;
-  static constexpr bool kAhead = P::kCluster > 1 && kStages > 2;
+  static constexpr bool kAhead = P::kClusters && kStages > 2;
 };
 
-// A row whose packs have been fetched into shared memory: [input][stage][pack][thread], 16 bytes each; behind them the
-// parameters that are kept there, [parameter][pack][16 bytes][thread].
+// A row whose packs have been fetched into shared memory: [warp][input][stage][pack][vector][lane], 16 bytes each;
+// behind a warp's packs the parameters that are kept there, [parameter][pack][vector][lane]. So the distance of a
+// thread's vectors is compiled in, however many threads there are.
 template <class Base, int kParameters>
 class FetchedRow : public Base {
  public:
@@ -33,52 +35,42 @@ class FetchedRow : public Base {
   // Packs beyond the columns: zeros are copied each time, which takes no branches, or stay from the beginning.
   // TUNING.md has which is faster.
   static constexpr bool kFetchesZeros = Base::kPadded && P::kAhead;
-  static constexpr int kVectorStride = P::kThreads * 16;
-  static constexpr int kStageStride = Base::kHeldPacks * kVectorStride;
-  static constexpr int kInputStride = P::kStages * kStageStride;
   static constexpr int kVectors = kV * static_cast<int>(sizeof(A)) / 16;  // of a parameter's pack
-  static constexpr int kParameterStride = P::kShared ? Base::kPerRow * kVectors * kVectorStride : 0;
-  static constexpr int SharedBytes(int inputs) {
-    return kFetches ? inputs * kInputStride + kParameters * kParameterStride : 0;
+  static constexpr int kPlaces = Base::kHeldPacks * P::kPackVectors;      // of a stage: vectors
+  static int SharedBytes(const Team& team, int inputs) {
+    if (!kFetches) return 0;
+    const int parameters = P::kShared ? kParameters * kVectors : 0;
+    return (inputs * P::kStages * kPlaces + parameters * Base::kHeldPacks) * ThreadsOf<P>(team) * 16;
   }
   static_assert(!P::kShared || kFetches);
 
   // inputs: how many are fetched.
-  __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs)
-      : Base(geometry), slots_(SharedAddress(shared) + threadIdx.x * 16) {
+  __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs) : Base(geometry) {
+    const int packs = inputs * P::kStages * kPlaces * kStride;  // bytes of a warp
+    constexpr int kOfParameters = P::kShared ? kParameters * kVectors * Base::kHeldPacks * kStride : 0;
+    slots_ = SharedAddress(shared) + threadIdx.x / 32 * (packs + kOfParameters) + threadIdx.x % 32 * 16;
     asm volatile("" : "+r"(slots_));  // opaque: else it would be computed anew for each use
     stage_ = slots_;
-    parameters_ = slots_ + inputs * kInputStride;
+    parameters_ = slots_ + packs;
     if constexpr (Base::kPadded && !kFetchesZeros) {
       this->ForEachPack([&](int pack, int column) {
         if (column < this->columns()) return;
         for (int k = 0; k < P::kStages * inputs; ++k)
-          StoreShared(slots_ + k * kStageStride + pack * kVectorStride, uint4{});
+#pragma unroll
+          for (int v = 0; v < P::kPackVectors; ++v)
+            StoreShared(slots_ + (k * kPlaces + pack * P::kPackVectors + v) * kStride, uint4{});
       });
     }
   }
 
   // Where the present rows' packs are.
-  __device__ void SetStage(int stage) { stage_ = slots_ + stage * kStageStride; }
-
-  // With one stage: where the inputs are that Store fetches from, and how far behind the present row the next one lies;
-  // 0 if there is none.
-  template <int kInput>
-  __device__ void SetInput(const void* tensor) {
-    inputs_[kInput] = tensor;
-  }
-  __device__ void SetNext(int64_t distance) { distance_ = distance; }
+  __device__ void SetStage(int stage) { stage_ = slots_ + stage * kPlaces * kStride; }
 
   // Turns to the rows of another; what joins the threads stays.
   __device__ void Follow(const FetchedRow& other) {
+    this->live_ = other.live_;
 #pragma unroll
-    for (int s = 0; s < Base::kStarts; ++s) {
-      this->live_[s] = other.live_[s];
-      this->shift_[s] = other.shift_[s];
-      this->readable_[s] = other.readable_[s];
-#pragma unroll
-      for (int slot = 0; slot < Base::kSlots; ++slot) this->offsets_[s][slot] = other.offsets_[s][slot];
-    }
+    for (int slot = 0; slot < Base::kSlots; ++slot) this->offsets_[slot] = other.offsets_[slot];
   }
 
   // Begins to fetch the present rows' packs of an input. Rows of single elements are not fetched but read when wanted.
@@ -89,12 +81,9 @@ class FetchedRow : public Base {
       const auto fetch = [&](int pack, int column) {
         const int64_t offset = this->Offset(0, pack, column);
         int inside = kV;
-        if constexpr (Base::kShifted) {  // the tensor may end within the last row's last pack
-          inside = static_cast<int>(std::min<int64_t>(this->geometry_.size - offset, kV));
-        }
-        if (Base::kPadded && !this->live(pack)) inside = 0;
+        if (Base::kPadded && !this->live()) inside = 0;
         if (kFetchesZeros && column >= end) inside = 0;
-        CopyPackAsync<kV>(Slot<kInput>(pack), tensor + offset, inside);
+        CopyPackAsync<kV>(Slot<kInput>(pack), kStride, tensor + offset, inside);
       };
       if constexpr (kFetchesZeros) {
         this->ForEachPack(fetch);
@@ -106,23 +95,22 @@ class FetchedRow : public Base {
 
   // Kept in registers where there is room, else read where it is wanted.
   template <int kInput, class Source>
-  __device__ auto Load(const Source& tensor, ElementOf<Source> outside = ElementOf<Source>(0.0f)) const {
+  __device__ auto Load(const Source& tensor,
+                       [[maybe_unused]] ElementOf<Source> outside = ElementOf<Source>(0.0f)) const {
     if constexpr (!kFetches) {
       return Base::template Load<kInput>(tensor, outside);
     } else {
-      const auto fetched = [this, tensor, outside](int pack, int column) {
-        auto values = LoadSharedPack<kV>(tensor, Slot<kInput>(pack));
-        this->Clip(values, column, outside);
-        return values;
+      const auto fetched = [this, tensor](int pack, int) {
+        return LoadSharedPack<kV>(tensor, Slot<kInput>(pack), kStride);
       };
       if constexpr (P::kKept) {
         typename Base::template Held<ElementOf<Source>> held;
         if constexpr (!Base::kPadded) held = {};
         if constexpr (std::is_same_v<Source, AnyTensor>) {
           AnyPack<kV> read[Base::kHeldPacks] = {};
-          this->ForEachPack([&](int pack, int) { read[pack] = LoadShared<AnyPack<kV>>(Slot<kInput>(pack)); });
+          this->ForEachPack(
+              [&](int pack, int) { read[pack] = LoadSharedAny<kV>(tensor, Slot<kInput>(pack), kStride); });
           WidenAll(tensor, read, held.packs);
-          this->ClipEdges(held.packs, outside);
         } else {
           this->ForEachPack([&](int pack, int column) { held.packs[pack] = fetched(pack, column); });
         }
@@ -140,27 +128,6 @@ class FetchedRow : public Base {
     return Load<0>(x);
   }
 
-  template <class Target, class E>
-  __device__ void Store(const Target& tensor, const E& expression, A beyond = 0) const {
-    if constexpr (P::kStages > 1) {
-      Base::Store(tensor, expression, beyond);
-    } else {
-      using T = std::remove_pointer_t<Target>;
-      static_assert(Base::kPadded && sizeof(T) * kV == 16);
-      this->ForEachPack([&](int pack, int column) {
-        this->Write(tensor, pack, column, ToPack<T, kV>(expression(pack, column)));
-        if (distance_ == 0 || column >= this->columns()) return;
-        const int64_t offset = this->Offset(0, pack, column) + distance_;
-#pragma unroll
-        for (int k = 0; k < kMostInputs; ++k)
-          if (inputs_[k])
-            CopyAsync<16>(slots_ + k * kInputStride + pack * kVectorStride, static_cast<const T*>(inputs_[k]) + offset,
-                          16);
-      });
-      CommitCopies();
-    }
-  }
-
   // Elements of 16 bits cost two instructions to unpack; f32 is as good as kept.
   template <class E>
   __device__ auto KeepFew(const E& expression) const {
@@ -175,17 +142,16 @@ class FetchedRow : public Base {
   template <int kNumber, class E>
   __device__ auto KeepParameter(const E& expression) const {
     struct Registers {
-      Pack<A, kV> packs[Base::kPerRow];
+      Pack<A, kV> packs[Base::kHeldPacks];
       __device__ auto operator()(int pack, int) const {
-        return [values = packs[pack % Base::kPerRow]](int i) { return values.lane[i]; };
+        return [values = packs[pack]](int i) { return values.lane[i]; };
       }
     };
-    const auto place = [first = parameters_ + kNumber * kParameterStride](int pack, int vector) {
-      return first + (pack % Base::kPerRow * kVectors + vector) * kVectorStride;
+    const auto place = [first = parameters_](int pack, int vector) {
+      return first + ((kNumber * Base::kHeldPacks + pack) * kVectors + vector) * kStride;
     };
     Registers kept = {};
     this->ForEachPack([&](int pack, int column) {
-      if (pack >= Base::kPerRow) return;
       Pack<A, kV> values = {};
       if (column < this->columns()) {
         const auto value = expression(pack, column);
@@ -215,22 +181,20 @@ class FetchedRow : public Base {
   // Where a pack of the present rows is.
   template <int kInput>
   __device__ uint32_t Slot(int pack) const {
-    return stage_ + kInput * kInputStride + pack * kVectorStride;
+    return stage_ + (kInput * P::kStages * kPlaces + pack * P::kPackVectors) * kStride;
   }
 
-  static constexpr int kMostInputs = 3;
-  uint32_t slots_, stage_, parameters_;  // this thread's share of shared memory
-  const void* inputs_[kMostInputs] = {};
-  int64_t distance_ = 0;
+  static constexpr int kStride = 32 * 16;  // bytes from a vector to the thread's next
+  uint32_t slots_, stage_, parameters_;    // this thread's share of shared memory
 };
 
 // A placement whose rows are fetched kStages - 1 ahead by all threads of the row together, as aligned vectors of
 // elements of kBytes each, and read one by one: see StagedRow. kKept: the row's values are kept in registers.
-template <class P, int kBytes_, int kStages_, int kSure_ = 0, bool kKept_ = true>
+template <class P, int kBytes_, int kStages_, bool kKept_ = true>
 struct Staged : P {
-  static constexpr int kBytes = kBytes_, kStages = kStages_, kSure = kSure_;
+  static constexpr int kBytes = kBytes_, kStages = kStages_, kSure = SureElements(P::kPacks, P::kLanes > 0);
   static constexpr bool kStaged = true, kKept = kKept_;
-  static constexpr bool kAhead = P::kCluster > 1 && kStages > 2;
+  static constexpr bool kAhead = P::kClusters && kStages > 2;
 };
 
 // A row that begins anywhere in a vector: its aligned vectors are copied, and each thread reads its elements out of
@@ -241,35 +205,40 @@ class StagedRow : public Base {
  public:
   using P = typename Base::P;
   using A = typename Base::A;
-  static_assert(Base::kV == 1 && Base::kLay == Lay::kPlain && P::kRows == 1);
-  static constexpr int kPer = 16 / P::kBytes;  // elements of a vector
-  static constexpr int kBlockColumns = P::kPacks * P::kLanes;
-  static constexpr int kSector = 32 / P::kBytes;                     // of global memory
-  static constexpr int kVectors = (kBlockColumns + kSector) / kPer;  // that hold those, wherever in a sector they begin
-  static_assert(kBlockColumns % kPer == 0 && P::kLanes >= kPer);
-  static constexpr int kStageStride = P::kTeams * kVectors * 16, kInputStride = P::kStages * kStageStride;
-  static constexpr int SharedBytes(int inputs) { return inputs * kInputStride; }
+  static_assert(Base::kV == 1 && Base::kLayout == Layout::kPlain);
+  static constexpr int kPer = 16 / P::kBytes;     // elements of a vector
+  static constexpr int kSector = 32 / P::kBytes;  // of global memory
+  static constexpr int kRounds =
+      (P::kPacks + kPer - 1) / kPer + (P::kPacks % kPer == 0);  // in which a thread copies them
+  // Vectors that hold a block's columns of a row, wherever in a sector they begin. There are at least kPer lanes.
+  static __host__ __device__ int VectorsOf(int lanes) { return (P::kPacks * lanes + kSector) / kPer; }
+  static int SharedBytes(const Team& team, int inputs) {
+    return inputs * P::kStages * TeamsOf<P>(team) * VectorsOf(team.lanes) * 16;
+  }
 
   __device__ StagedRow(const typename Base::Geometry& geometry, char* shared, int)
       : Base(geometry),
-        thread_(LaneOfThread<P>()),
+        thread_(LaneOfThread<P>(geometry.team)),
         first_(this->lane_ - thread_),
-        slots_(SharedAddress(shared) + Base::Team() * (kVectors * 16)),
+        lanes_(P::kInWarp || P::kLanes ? LanesOf<P>(geometry.team) : static_cast<int>(blockDim.x)),
+        vectors_(VectorsOf(lanes_)),
+        stride_(TeamsOf<P>(geometry.team) * vectors_ * 16),
+        slots_(SharedAddress(shared) + Base::Team() * (vectors_ * 16)),
         stage_(slots_) {}
 
   // Where the present rows' vectors are.
-  __device__ void SetStage(int stage) { stage_ = slots_ + stage * kStageStride; }
+  __device__ void SetStage(int stage) { stage_ = slots_ + stage * stride_; }
 
   // Turns to the row of another; what joins the threads stays.
   __device__ void Follow(const StagedRow& other) {
-    this->live_[0] = other.live_[0];
+    this->live_ = other.live_;
 #pragma unroll
-    for (int slot = 0; slot < Base::kSlots; ++slot) this->offsets_[0][slot] = other.offsets_[0][slot];
+    for (int slot = 0; slot < Base::kSlots; ++slot) this->offsets_[slot] = other.offsets_[slot];
   }
 
   // What the row's threads have copied until now is there for all of them, and what they have read may be overwritten.
   static __device__ void Sync() {
-    if constexpr (P::kLanes <= 32) {
+    if constexpr (P::kInWarp) {
       __syncwarp();
     } else {
       __syncthreads();
@@ -280,21 +249,21 @@ class StagedRow : public Base {
   template <int kInput, class T>
   __device__ void Fetch(const T* tensor) const {
     static_assert(sizeof(T) == P::kBytes);
-    const int end = this->live(0) ? this->end() - first_ + Shift() : 0;
+    const int end = this->live() ? this->end() - first_ + Shift() : 0;
     const T* const source = Vectors(tensor);
 #pragma unroll
-    for (int k = 0; k < (kVectors + P::kLanes - 1) / P::kLanes; ++k) {
-      const int vector = thread_ + k * P::kLanes;
+    for (int k = 0; k < kRounds; ++k) {
+      const int vector = thread_ + k * lanes_;
       const int inside = min(max(end - vector * kPer, 0), kPer) * P::kBytes;
-      if (vector < kVectors)
-        CopyAsync<16>(stage_ + kInput * kInputStride + vector * 16, source + vector * kPer, inside);
+      if (vector < vectors_)
+        CopyAsync<16>(stage_ + kInput * P::kStages * stride_ + vector * 16, source + vector * kPer, inside);
     }
   }
 
   template <int kInput, class T>
   __device__ auto Load(const T*, T outside = T(0.0f)) const {
     const auto read = [this, first = Place<kInput>(), outside](int pack, int column) {
-      const auto value = static_cast<A>(LoadShared<T>(first + pack * (P::kLanes * P::kBytes)));
+      const auto value = static_cast<A>(LoadShared<T>(first + pack * (lanes_ * P::kBytes)));
       return static_cast<A>(outside) == 0 || this->Begins(pack, column) ? value : static_cast<A>(outside);
     };
     if constexpr (P::kKept) {
@@ -318,18 +287,18 @@ class StagedRow : public Base {
       T results[kFew];
 #pragma unroll
       for (int k = 0; k < kFew; ++k)
-        if (begin + k < P::kPacks) results[k] = T(expression(begin + k, first_ + thread_ + (begin + k) * P::kLanes)(0));
+        if (begin + k < P::kPacks) results[k] = T(expression(begin + k, first_ + thread_ + (begin + k) * lanes_)(0));
 #pragma unroll
       for (int k = 0; k < kFew; ++k)
-        if (begin + k < P::kPacks) StoreShared(place + (begin + k) * (P::kLanes * P::kBytes), results[k]);
+        if (begin + k < P::kPacks) StoreShared(place + (begin + k) * (lanes_ * P::kBytes), results[k]);
     }
     Sync();
-    if (!this->live(0)) return;
+    if (!this->live()) return;
     const int begin = Shift(), end = begin + max(this->end() - first_, 0);
     T* const target = Vectors(tensor);
 #pragma unroll
-    for (int k = 0; k < (kVectors + P::kLanes - 1) / P::kLanes; ++k) {
-      const int vector = thread_ + k * P::kLanes;
+    for (int k = 0; k < kRounds; ++k) {
+      const int vector = thread_ + k * lanes_;
       if (vector * kPer >= begin && vector * kPer + kPer <= end)
         *reinterpret_cast<uint4*>(target + vector * kPer) = LoadShared<uint4>(stage_ + vector * 16);
     }
@@ -364,11 +333,12 @@ class StagedRow : public Base {
   // Where this thread's first element of an input is.
   template <int kInput>
   __device__ uint32_t Place() const {
-    return stage_ + kInput * kInputStride + (Shift() + thread_) * P::kBytes;
+    return stage_ + kInput * P::kStages * stride_ + (Shift() + thread_) * P::kBytes;
   }
 
-  int thread_;  // of the row's in this block
-  int first_;   // the block's first column
+  int thread_;                    // of the row's in this block
+  int first_;                     // the block's first column
+  int lanes_, vectors_, stride_;  // of a row in this block; stride_: bytes from a stage to the next
   uint32_t slots_, stage_;
 };
 

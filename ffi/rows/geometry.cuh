@@ -10,117 +10,123 @@
 
 #include "core/row_shape.h"
 #include "core/types.cuh"
+#include "rows/plan.h"
 
 namespace jaxops::rows {
 
-// Who shares a row of adjacent elements, and where it lives between passes: kLanes threads of each of kCluster blocks,
-// kPacks packs a thread in registers (0: streamed, read again by each pass); a thread works on kRows rows at once.
-template <int kLanes_, int kPacks_, int kRows_ = 1, int kCluster_ = 1, int kBlocks_ = 1>
-struct Along {
-  static constexpr bool kAcross = false;
-  static constexpr int kLanes = kLanes_, kPacks = kPacks_, kRows = kRows_, kCluster = kCluster_;
-  static constexpr int kThreads = kLanes > 128 ? kLanes : 128;
-  static constexpr int kMinBlocks = kBlocks_;       // resident blocks that registers must allow
-  static constexpr int kTeams = kThreads / kLanes;  // teams of a block, each with rows of its own
-  static constexpr int kStep = 1;                   // between a row's lanes in a warp
-  static constexpr bool kAhead = false;             // see Looped
-  static constexpr bool kStaged = false;            // see Staged
-  static constexpr int kSure = 0;                   // of a thread's packs, the first that lie in every row
-  static constexpr int kWarpLanes = kLanes < 32 ? kLanes : 32;
-  static constexpr int kWarps = kLanes > 32 ? kLanes / 32 : 1;  // that share a row, in a block
-  // See SplitAcross.
-  static constexpr bool kSplit = false, kBackwards = false;
-  static_assert(kCluster == 1 || kTeams == 1);
-};
+// Who shares a row of adjacent elements: lanes of a warp, a block of whole warps, or a cluster of such blocks.
+enum class Sharing { kWarp, kBlock, kCluster };
 
-// The same for few rows, whose kernels' time is that of one row: many threads for it, and hardly any code.
-template <int kLanes_, int kPacks_ = 1>
-struct FewAlong : Along<kLanes_, kPacks_> {};
+// How many threads share rows, told at launch.
+struct Team {
+  int lanes = 1;    // threads of a row in a block: a power of two within a warp, else whole warps; of rows across any
+  int shift = 0;    // log2(lanes), within a warp
+  int warps = 1;    // of a block that share a row
+  int cluster = 1;  // blocks that share a row: a power of two
+};
+inline constexpr int kMostCluster = 16;
+
+// Rows of adjacent elements, kPacks packs a thread in registers (0: streamed, read again by each pass), with at most
+// kRegisters registers. kLanes: threads of a row in a block, where they are compiled in; 0: told.
+template <Sharing kSharing_, int kPacks_, int kRegisters_, int kLanes_ = 0>
+struct Along {
+  static constexpr int kLanes = kLanes_;
+  static constexpr bool kAcross = false;
+  static constexpr Sharing kSharing = kSharing_;
+  static constexpr bool kClusters = kSharing == Sharing::kCluster;  // blocks may share a row
+  static constexpr bool kInWarp = kSharing == Sharing::kWarp;       // no warps share one
+  static constexpr int kPacks = kPacks_, kRegisters = kRegisters_;
+  static constexpr int kMaxWarps = kInWarp ? 1 : 32;  // that share a row, in a block
+  static constexpr int kMaxTeams = 1;                 // whose values are joined through shared memory
+  static constexpr int kStep = 1;                     // between a row's lanes in a warp
+  static constexpr int kWarpLanes = 32;               // at most
+  static constexpr bool kAhead = false;               // see Looped
+  static constexpr bool kStaged = false;              // see Staged
+  static constexpr int kSure = 0;                     // how many of a thread's packs lie in every row: its first
+  static constexpr bool kSegment = false, kBackwards = false;  // see SegmentAlong
+};
 
 // Rows whose neighbours' elements are adjacent: a pack holds one column of as many rows as it has elements; kWidth
-// packs lie side by side, and kLanes threads of each of kCluster blocks take a column of packs each.
-template <int kWidth_, int kLanes_, int kPacks_, int kCluster_ = 1, int kBlocks_ = 1>
+// packs lie side by side, and the lanes of a block, and of its cluster, take a column of packs each. kLanes, kCluster:
+// how many, where they are compiled in; 0: told.
+template <int kWidth_, int kPacks_, int kRegisters_, int kMaxThreads_ = 512, int kLanes_ = 0, int kCluster_ = 0>
 struct Across {
+  static constexpr int kLanes = kLanes_, kCluster = kCluster_;
   static constexpr bool kAcross = true;
-  static constexpr int kWidth = kWidth_, kLanes = kLanes_, kPacks = kPacks_, kRows = 1, kCluster = kCluster_;
-  static constexpr int kThreads = kWidth * kLanes;
-  static constexpr int kMinBlocks = kBlocks_;
-  static constexpr int kTeams = kWidth;
+  static constexpr int kWidth = kWidth_, kPacks = kPacks_, kRegisters = kRegisters_;
+  static constexpr int kMaxWarps = kMaxThreads_ / 32, kMaxTeams = kWidth;
+  static constexpr bool kInWarp = false;
+  static constexpr bool kClusters = kCluster ? kCluster > 1 : kWidth* kMaxWarps >= 128;  // not for the shortest rows
   static constexpr int kStep = kWidth < 32 ? kWidth : 32;
-  static constexpr bool kAhead = false, kStaged = false;
-  static constexpr bool kSplit = false, kBackwards = false;
-  static constexpr int kFew = 8;  // packs of a streamed row whose exponentials are summed at once
-  static constexpr int kSure = 0;
   static constexpr int kWarpLanes = 32 / kStep;
-  static constexpr int kWarps = kLanes > 1 ? kThreads / 32 : 1;
+  static constexpr int kFew = 8;  // packs of a streamed row whose exponentials are summed at once
+  static constexpr bool kAhead = false, kStaged = false, kSegment = false, kBackwards = false;
+  static constexpr int kSure = 0;
 };
 
-// The same for few rows: few of them a block, so that there are more blocks.
-template <int kWidth_, int kLanes_, int kPacks_, int kCluster_ = 1>
-struct FewAcross : Across<kWidth_, kLanes_, kPacks_, kCluster_> {};
-
-template <class P>
-inline constexpr bool kForFewRows = false;
-template <int kLanes, int kPacks>
-inline constexpr bool kForFewRows<FewAlong<kLanes, kPacks>> = true;
-template <int kWidth, int kLanes, int kPacks, int kCluster>
-inline constexpr bool kForFewRows<FewAcross<kWidth, kLanes, kPacks, kCluster>> = true;
-
-// The same of rows that are split (rows/split_rows.cuh): each block has a run of their columns, and a thread reads kFew
+// The same of rows that are split (rows/segments.cuh): each block has a run of their columns, and a thread reads kFew
 // packs at once. kBackwards: the last ones first, and results are not to stay in the caches.
-template <int kLanes_, int kFew_, int kBlocks_ = 1, bool kBackwards_ = false>
-struct SplitAlong : Along<kLanes_, 0, 1, 1, kBlocks_> {
-  static constexpr bool kSplit = true, kBackwards = kBackwards_;
+template <int kFew_, int kRegisters_, int kLanes_, bool kBackwards_ = false>
+struct SegmentAlong : Along<Sharing::kBlock, 0, kRegisters_, kLanes_> {
+  static constexpr bool kSegment = true, kBackwards = kBackwards_;
   static constexpr int kFew = kFew_;
 };
-template <int kWidth_, int kLanes_, int kFew_, int kBlocks_ = 1, bool kBackwards_ = false>
-struct SplitAcross : Across<kWidth_, kLanes_, 0, 1, kBlocks_> {
-  static constexpr bool kSplit = true, kBackwards = kBackwards_;
+template <int kWidth_, int kFew_, int kRegisters_, int kLanes_, bool kBackwards_ = false>
+struct SegmentAcross : Across<kWidth_, 0, kRegisters_, kWidth_ * kLanes_, kLanes_> {
+  static constexpr bool kClusters = false;
+  static constexpr bool kSegment = true, kBackwards = kBackwards_;
   static constexpr int kFew = kFew_;
 };
 
 // A thread's team in its block. Of a single one the compiler, which knows no block's size, computes what concerns the
 // row once for all threads of a warp.
 template <class P>
-__device__ inline int TeamOfThread() {
-  if constexpr (P::kTeams == 1) return 0;
-  return P::kAcross ? threadIdx.x % P::kTeams : threadIdx.x / P::kLanes;
+__device__ inline int TeamOfThread(const Team& team) {
+  if constexpr (P::kAcross) return threadIdx.x % P::kWidth;
+  return P::kInWarp ? threadIdx.x >> team.shift : 0;
 }
 // And its place in the team.
 template <class P>
-__device__ inline int LaneOfThread() {
-  if constexpr (P::kTeams == 1) return threadIdx.x;
-  return P::kAcross ? threadIdx.x / P::kTeams : threadIdx.x % P::kLanes;
+__device__ inline int LaneOfThread(const Team& team) {
+  if constexpr (P::kAcross) return threadIdx.x / P::kWidth;
+  return P::kInWarp ? threadIdx.x & (team.lanes - 1) : threadIdx.x;
+}
+// Teams of a block, each with rows of its own.
+template <class P>
+__host__ __device__ inline int TeamsOf(const Team& team) {
+  return P::kAcross ? P::kMaxTeams : P::kInWarp ? kWarpThreads >> team.shift : 1;
+}
+template <class P>
+__host__ __device__ inline int ThreadsOf(const Team& team) {
+  return P::kAcross ? P::kMaxTeams * team.lanes : P::kInWarp ? kWarpThreads : team.lanes;
+}
+template <class P>
+__host__ __device__ inline int ClusterOf(const Team& team) {
+  if constexpr (P::kAcross && P::kClusters) return P::kCluster ? P::kCluster : team.cluster;
+  return P::kClusters ? team.cluster : 1;
+}
+template <class P>
+__host__ __device__ inline int LanesOf(const Team& team) {
+  return P::kLanes ? P::kLanes : team.lanes;
+}
+// Warps of a block that share a row.
+template <class P>
+__host__ __device__ inline int WarpsOf(const Team& team) {
+  return P::kLanes ? P::kLanes * P::kMaxTeams / 32 : team.warps;
+}
+// Half of the least power of two that is no less than `count`; 0 for 1: where a join over so many lanes begins.
+__device__ inline int HalfOf(int count) { return count > 1 ? 1 << (31 - __clz(count - 1)) : 0; }
+// The number of this block's cluster, or of the block itself.
+template <class P>
+__device__ inline int64_t ClusterOfBlock(const Team& team) {
+  return P::kClusters ? blockIdx.x >> (31 - __clz(ClusterOf<P>(team))) : blockIdx.x;
 }
 
 // Staged rows lie in a cluster's blocks one run behind the other: how many columns a block has, the last one the rest.
 // Whole vectors and warps.
-template <class P>
-__host__ __device__ constexpr int64_t StagedColumns(int64_t columns) {
-  return (columns + P::kCluster * 32 - 1) / (P::kCluster * 32) * 32;
+__host__ __device__ constexpr int64_t StagedColumns(int64_t columns, int cluster) {
+  return (columns + cluster * 32 - 1) / (cluster * 32) * 32;
 }
-
-// Whether a staged placement is for rows of so many columns, and whether each of a table takes those that are too long
-// for the one before it.
-template <class P>
-__host__ __device__ constexpr bool StagedFits(int64_t columns) {
-  const int64_t last = columns - (P::kCluster - 1) * StagedColumns<P>(columns);
-  return last >= P::kSure * P::kLanes && columns <= int64_t{P::kLanes} * P::kPacks * P::kCluster;
-}
-template <class... Ps>
-constexpr bool WithoutGaps(Types<Ps...>) {
-  int64_t next = 0;
-  bool all = true;
-  ((all = all && (next == 0 || StagedFits<Ps>(next)), next = int64_t{Ps::kLanes} * Ps::kPacks * Ps::kCluster + 1), ...);
-  return all;
-}
-
-// How the elements of rows lie.
-enum class Lay {
-  kPlain,    // packs are aligned and each lies in one run of adjacent elements; columns are one axis
-  kShifted,  // columns are one axis, but a row may begin anywhere in a pack
-  kGeneral   // several column axes, or broadcast operands whose elements for a pack lie apart
-};
 
 // What a kernel knows of the first kSlots layouts of its rows, for at most kRowAxes and kColumnAxes axes: few in most
 // kernels, because a launch takes longer the more parameters it has. kCopied: rows have it by value. Behind a reference
@@ -129,6 +135,7 @@ template <int kSlots_, int kRowAxes_, int kColumnAxes_, bool kCopied_ = false>
 struct Geometry {
   static constexpr bool kCopied = kCopied_;
   static constexpr int kSlots = kSlots_, kRowAxes = kRowAxes_, kColumnAxes = kColumnAxes_;
+  Team team;
   Axes<kSlots, kRowAxes> rows;
   Axes<kSlots, kColumnAxes> columns;
   int64_t size;           // elements of x
@@ -146,9 +153,9 @@ struct Geometry {
     return columns.Offset(slot, column);
   }
 };
-template <int kSlots, Lay kLay>
+template <int kSlots, Layout kLayout>
 using GeometryOf =
-    std::conditional_t<kLay == Lay::kGeneral, Geometry<kSlots, kMaxAxes, kMaxAxes>, Geometry<kSlots, 4, 1>>;
+    std::conditional_t<kLayout == Layout::kGeneral, Geometry<kSlots, kMaxAxes, kMaxAxes>, Geometry<kSlots, 4, 1>>;
 
 // The same on the host, in packs of `pack` elements: what it takes to choose a kernel.
 template <int kSlots_>
@@ -199,8 +206,12 @@ struct Layouts {
     return rows.count <= G::kRowAxes && columns.count <= G::kColumnAxes;
   }
   template <class G>
-  G To() const {
-    G out = {.rows = decltype(G::rows)(rows), .columns = decltype(G::columns)(columns), .size = size, .steps = {}};
+  G To(const Team& team) const {
+    G out = {.team = team,
+             .rows = decltype(G::rows)(rows),
+             .columns = decltype(G::columns)(columns),
+             .size = size,
+             .steps = {}};
     std::copy(std::begin(steps), std::end(steps), out.steps);
     return out;
   }

@@ -56,15 +56,16 @@ template <int N, class T, class F>
 __device__ Pack<T, N> RoundTo(const T*, const F& value) {
   return ToPack<T, N>(value);
 }
-// Begins to copy the first `inside` elements of a pack, and zeros behind them, to shared memory.
+// Begins to copy the first `inside` elements of a pack, and zeros behind them, to shared memory. stride: from the first
+// vector of 16 bytes to the second, if it takes two.
 template <int N, class T>
-__device__ void CopyPackAsync(uint32_t target, const T* source, int inside) {
+__device__ void CopyPackAsync(uint32_t target, int, const T* source, int inside) {
   constexpr int kBytes = sizeof(T) * N;
   CopyAsync<kBytes>(target, source, inside * static_cast<int>(sizeof(T)));
 }
 // A pack of elements like those of a tensor from shared memory.
 template <int N, class T>
-__device__ Pack<T, N> LoadSharedPack(const T*, uint32_t address) {
+__device__ Pack<T, N> LoadSharedPack(const T*, uint32_t address, int) {
   return LoadShared<Pack<T, N>>(address);
 }
 
@@ -156,16 +157,27 @@ __device__ Pack<float, N> RoundTo(const AnyTensor& like, const F& value) {
   return rounded;
 }
 template <int N>
-__device__ void CopyPackAsync(uint32_t target, const AnyTensor& source, int inside) {
+__device__ void CopyPackAsync(uint32_t target, int stride, const AnyTensor& source, int inside) {
+  static_assert(N == 8);
   if (source.IsWide()) {
-    CopyPackAsync<N>(target, static_cast<const float*>(source.data), inside);
+    const auto* const data = static_cast<const float*>(source.data);
+    CopyPackAsync<4>(target, 0, data, min(inside, 4));
+    CopyPackAsync<4>(target + stride, 0, data + 4, max(inside - 4, 0));
   } else {
-    CopyPackAsync<N>(target, static_cast<const __half*>(source.data), inside);
+    CopyPackAsync<N>(target, 0, static_cast<const __half*>(source.data), inside);
   }
 }
 template <int N>
-__device__ Pack<float, N> LoadSharedPack(const AnyTensor& like, uint32_t address) {
-  return LoadShared<AnyPack<N>>(address).Widen(like.type);
+__device__ AnyPack<N> LoadSharedAny(const AnyTensor& like, uint32_t address, int stride) {
+  AnyPack<N> pack = {};
+  auto* const vectors = reinterpret_cast<uint4*>(pack.words);
+  vectors[0] = LoadShared<uint4>(address);
+  if (like.IsWide()) vectors[1] = LoadShared<uint4>(address + stride);
+  return pack;
+}
+template <int N>
+__device__ Pack<float, N> LoadSharedPack(const AnyTensor& like, uint32_t address, int stride) {
+  return LoadSharedAny<N>(like, address, stride).Widen(like.type);
 }
 
 }  // namespace jaxops::rows

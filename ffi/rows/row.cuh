@@ -24,9 +24,9 @@ __device__ auto Map(Fn fn, const Es&... es) {
   return [=](int pack, int column) { return [=, ... values = es(pack, column)](int i) { return fn(values(i)...); }; };
 }
 
-template <class P, int kPack, Lay kLay, class A_, class G, bool kPadded = false>
-class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
-  using Packs = RowPacks<P, kPack, kLay, G, kPadded>;
+template <class P, int kPack, Layout kLayout, class A_, class G, bool kPadded = false>
+class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
+  using Packs = RowPacks<P, kPack, kLayout, G, kPadded>;
 
  public:
   using A = A_;
@@ -36,14 +36,13 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   using Packs::Inside;
   using Packs::kHeld;
   using Packs::kHeldPacks;
-  using Packs::kPerRow;
   using Packs::kRows;
   using Packs::kShifted;
   using Packs::kV;
   using Packs::Read;
   using Packs::Write;
 
-  explicit __device__ Row(const G& geometry) : Packs(geometry) {
+  explicit __device__ Row(const G& geometry) : Packs(geometry), exchange_(geometry.team) {
     if constexpr (kOneCount) count_ = CountColumns();
   }
 
@@ -51,11 +50,11 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   template <class B>
   struct PerRow {
     B value[kRows];
-    __device__ auto operator()(int pack, int) const {
+    __device__ auto operator()(int, int) const {
       if constexpr (P::kAcross) {
         return [values = *this](int i) { return values.value[i]; };
       } else {
-        return [chosen = value[pack / kPerRow]](int) { return chosen; };
+        return [chosen = value[0]](int) { return chosen; };
       }
     }
   };
@@ -95,9 +94,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     Held<T> x;
     PerRow<A> factor;
     __device__ auto operator()(int pack, int) const {
-      return [values = x.packs[pack], by = factor.value[pack / kPerRow]](int i) {
-        return values.template Widen<A>(i) * by;
-      };
+      return [values = x.packs[pack], by = factor.value[0]](int i) { return values.template Widen<A>(i) * by; };
     }
   };
 
@@ -186,10 +183,10 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     return expression;
   }
 
-  // The same where the rows are few: what is loaded comes while the threads join their values.
+  // The same in the kernels of few rows: what is loaded comes while the threads join their values.
   template <class E>
   __device__ auto KeepOfFew(const E& expression) const {
-    if constexpr (kForFewRows<P>) {
+    if constexpr (Packs::kOneRow && (P::kPacks <= 2 || (kV == 1 && P::kPacks == 8)) && P::kPacks > 0) {
       return Keep(expression);
     } else {
       return expression;
@@ -203,9 +200,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       Pack<A, kV> values;
 #pragma unroll
       for (int i = 0; i < kV; ++i) values.lane[i] = absent;
-      // A thread's rows share their parameters (the launch sees to it), so that
-      // they are read once for all of them.
-      if (data) values = this->template ReadBroadcast<kSlot>(data, P::kAcross ? pack : pack % kPerRow, column);
+      if (data) values = this->template ReadBroadcast<kSlot>(data, pack, column);
       return [=](int i) { return values.lane[i]; };
     };
   }
@@ -297,7 +292,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     if (this->lane_ != 0) return;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      if (this->live_[P::kAcross ? 0 : r]) target[this->template RowOffset<kSlot>(r)] = values.value[r];
+      if (this->live_) target[this->template RowOffset<kSlot>(r)] = values.value[r];
   }
 
   // A thread's part of what is to be joined over each of its rows by J, or its warp's.
@@ -332,13 +327,13 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     PerRow<A> mean;
     if constexpr (kWeighted) {
       Fold<Sum>(sums, Nothing{}, weights, Map(counted, values, weights));
-      JoinWarp<P, EachBy<Sum>>(sums);
+      exchange_.template JoinWarp<EachBy<Sum>>(sums);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) mean.value[r] = sums[r].v[1] * ShareOf(sums[r].v[0]);
     } else {
       Values<A, 1> totals[kRows];
       Fold<Sum>(totals, Nothing{}, values);
-      JoinWarp<P, EachBy<Sum>>(totals);
+      exchange_.template JoinWarp<EachBy<Sum>>(totals);
       const Count inside = kOneCount ? count_ : CountColumns();
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -358,7 +353,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     };
     Values<A, 1> squares[kRows];
     Fold<Sum, true>(squares, Nothing{}, Map(square, values, weights, origin));
-    JoinWarp<P, EachBy<Sum>>(squares);
+    exchange_.template JoinWarp<EachBy<Sum>>(squares);
     Part<CountMeanSquares, 3, true> part;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) part.values[r] = {sums[r].v[0], mean.value[r], squares[r].v[0]};
@@ -379,7 +374,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   template <class Part>
   __device__ void Post(Part part) {
     static_assert(kRows == 1);
-    if constexpr (!Part::kOfWarp) JoinWarp<P, typename Part::J>(part.values);
+    if constexpr (!Part::kOfWarp) exchange_.template JoinWarp<typename Part::J>(part.values);
     exchange_.template Post<typename Part::J>(part.values[0]);
   }
   template <class Part>
@@ -400,11 +395,11 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     if constexpr (kHeld) {
       Values<A, 1> max[kRows], totals[kRows];
       FoldMax(max, x);
-      JoinWarp<P, EachBy<Max>>(max);
+      exchange_.template JoinWarp<EachBy<Max>>(max);
       // Added to a sum of about 1, each of many small ones is rounded: fewer at a time.
       constexpr int kParts = P::kStaged ? 4 : kFoldParts;
       Fold<Sum, false, kParts>(totals, Nothing{}, Map(Exponential{}, x, Each(Finite{}, Component<0>(max))));
-      JoinWarp<P, EachBy<Sum>>(totals);
+      exchange_.template JoinWarp<EachBy<Sum>>(totals);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) part.values[r] = {max[r].v[0], totals[r].v[0]};
     } else {
@@ -430,6 +425,13 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
     } else {
       return Join(PartOfExponentials(x));
     }
+  }
+
+ protected:
+  // Over the lanes of each warp.
+  template <class J, class V>
+  __device__ void JoinWarp(V& values) const {
+    exchange_.template JoinWarp<J>(values);
   }
 
  private:
@@ -492,7 +494,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
       const auto join = [&](const auto&... values) {
 #pragma unroll
         for (int i = 0; i < kV; ++i) {
-          Values<A, kCount>& target = run[(kV == 1 ? pack : i) % kParts][P::kAcross ? i : pack / kPerRow];
+          Values<A, kCount>& target = run[(kV == 1 ? pack : i) % kParts][P::kAcross ? i : 0];
           int k = 0;
           ((target.v[k] = M::Join(target.v[k], static_cast<A>(values(i))), ++k), ...);
         }
@@ -515,22 +517,17 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   template <class T>
     requires(sizeof(T) == 2 && kV % 2 == 0)
   __device__ void FoldMax(Values<A, 1> (&out)[kRows], const Held<T>& x) const {
-    constexpr int kStarts = Packs::kStarts;
-    Pack<T, kV> largest[kStarts];
+    Pack<T, kV> largest;
 #pragma unroll
-    for (int s = 0; s < kStarts; ++s)
+    for (int i = 0; i < kV; ++i) largest.Set(i, T(Max::Identity<A>()));
+    ForEachPack([&](int pack, int) { largest = Larger(largest, x.packs[pack]); });
+    if constexpr (P::kAcross) {
 #pragma unroll
-      for (int i = 0; i < kV; ++i) largest[s].Set(i, T(Max::Identity<A>()));
-    ForEachPack([&](int pack, int) { largest[pack / kPerRow] = Larger(largest[pack / kPerRow], x.packs[pack]); });
+      for (int r = 0; r < kRows; ++r) out[r].v[0] = largest.template Widen<A>(r);
+    } else {
+      out[0].v[0] = Max::Identity<A>();
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      out[r].v[0] = Max::Identity<A>();
-      if constexpr (P::kAcross) {
-        out[r].v[0] = largest[0].template Widen<A>(r);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kV; ++i) out[r].v[0] = Max::Join(out[r].v[0], largest[r].template Widen<A>(i));
-      }
+      for (int i = 0; i < kV; ++i) out[0].v[0] = Max::Join(out[0].v[0], largest.template Widen<A>(i));
     }
   }
 
@@ -588,7 +585,7 @@ class Row : public RowPacks<P, kPack, kLay, G, kPadded> {
   struct Count {
     A count, share;
   };
-  static constexpr bool kOneWarp = P::kWarps == 1 && P::kCluster == 1;
+  static constexpr bool kOneWarp = P::kInWarp;
   static constexpr bool kOneCount = (P::kAhead || P::kStaged) && !kShifted;  // the same for all rows
   static __device__ A ShareOf(A count) { return kOneWarp || count > 0 ? Reciprocal(count) : A{0}; }
   __device__ Count CountColumns() const {

@@ -44,65 +44,63 @@ __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
 // kPadded: packs beyond a row's end hold what leaves the body's results alone,
 // so that they are not tested for but where they are read and stored: zeros,
 // as rows beyond the last are, or, of single elements, what the body masks.
-template <class P_, int kPack, Lay kLay_, class G, bool kPadded_>
+template <class P_, int kPack, Layout kLayout_, class G, bool kPadded_>
 class RowPacks {
  public:
   using P = P_;
   using Geometry = G;
   static constexpr int kV = kPack;
   static constexpr bool kPadded = kPadded_;
-  static constexpr bool kShifted = kLay_ == Lay::kShifted;
+  static constexpr bool kShifted = kLayout_ == Layout::kShifted;
   static constexpr int kSlots = G::kSlots;
-  static constexpr Lay kLay = kLay_;
+  static constexpr Layout kLayout = kLayout_;
   static constexpr bool kHeld = P::kPacks > 0;
-  static constexpr int kRows = P::kAcross ? kV : P::kRows;   // that a thread works on
-  static constexpr int kStarts = P::kAcross ? 1 : P::kRows;  // places where its packs begin
-  static constexpr int kBlockRows = P::kTeams * (P::kAcross ? kV : P::kRows);
-  static constexpr int kPerRow = kHeld ? P::kPacks : 1;
-  static constexpr int kHeldPacks = kStarts * kPerRow;
-  static_assert((kHeld && (kV > 1 || !kPadded)) || P::kRows == 1);
+  static constexpr int kRows = P::kAcross ? kV : 1;            // that a thread works on
+  static constexpr bool kOneRow = !P::kAcross && !P::kInWarp;  // a block has one row
+  static constexpr int kHeldPacks = kHeld ? P::kPacks : 1;
 
-  explicit __device__ RowPacks(const G& geometry) : geometry_(geometry), lane_(LaneOfThread<P>()) {
-    if constexpr (P::kStaged && P::kCluster > 1) {
-      const int share = StagedColumns<P>(columns());
+  explicit __device__ RowPacks(const G& geometry)
+      : geometry_(geometry),
+        lane_(LaneOfThread<P>(geometry.team)),
+        step_((P::kInWarp || P::kAcross || P::kLanes ? LanesOf<P>(geometry.team) : static_cast<int>(blockDim.x)) *
+              (P::kStaged ? 1 : ClusterOf<P>(geometry.team)) * kWide) {
+    if constexpr (P::kStaged && P::kClusters) {
+      const int share = static_cast<int>(StagedColumns(columns(), geometry.team.cluster));
       lane_ += share * ClusterRank();
       end_ = min(columns(), share * static_cast<int>(ClusterRank() + 1));
-    } else if constexpr (P::kCluster > 1) {
-      lane_ += P::kLanes * ClusterRank();
+    } else if constexpr (P::kClusters) {
+      if (ClusterOf<P>(geometry.team) > 1) lane_ += LanesOf<P>(geometry.team) * ClusterRank();
     }
   }
 
-  // Turns to the rows first, first + every, ... of a group whose offsets are
-  // given; across, to kV rows from `first`. From `end` on the last rows are
-  // repeated, and nothing is stored.
-  __device__ void MoveTo(int64_t first, int64_t every, int64_t end, const int64_t (&group)[G::kSlots]) {
+  // Turns to the row `first` of a group whose offsets are given; across, to kV rows from there. From `end` on the last
+  // rows are repeated, and nothing is stored.
+  __device__ void MoveTo(int64_t first, int64_t end, const int64_t (&group)[G::kSlots]) {
     limit_ = std::numeric_limits<int>::max();
+    live_ = first < end;
+    geometry_.rows.Offsets(live_ ? first : end - kRows, offsets_);
 #pragma unroll
-    for (int s = 0; s < kStarts; ++s) {
-      const int64_t wanted = first + s * every;
-      live_[s] = wanted < end;
-      geometry_.rows.Offsets(live_[s] ? wanted : end - (P::kAcross ? kV : 1), offsets_[s]);
+    for (int slot = 0; slot < G::kSlots; ++slot) offsets_[slot] += group[slot];
+    if constexpr (kShifted) {
+      shift_ = static_cast<int>(offsets_[0] % kV);
+      readable_ = static_cast<int>(std::min<int64_t>(columns() + kV, geometry_.size - offsets_[0]));
+    }
+    if constexpr (kLayout != Layout::kGeneral) {
 #pragma unroll
-      for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += group[slot];
-      if constexpr (kShifted) {
-        shift_[s] = static_cast<int>(offsets_[s][0] % kV);
-        readable_[s] = static_cast<int>(std::min<int64_t>(columns() + kV, geometry_.size - offsets_[s][0]));
-      }
-      if constexpr (kLay != Lay::kGeneral) {
-#pragma unroll
-        for (int slot = 0; slot < G::kSlots; ++slot) offsets_[s][slot] += FirstColumn(s) * ColumnStride(slot);
-      }
+      for (int slot = 0; slot < G::kSlots; ++slot) offsets_[slot] += FirstColumn() * ColumnStride(slot);
     }
   }
 
-  // Turns to the rows of this thread's team among [begin, begin + kBlockRows).
+  // Turns to the rows of this thread's team among a block's, which begin with `begin`.
   __device__ void MoveToTeam(int64_t begin, int64_t end, const int64_t (&group)[G::kSlots]) {
-    MoveTo(begin + Team() * (P::kAcross ? kV : 1), P::kTeams, end, group);
+    MoveTo(begin + Team() * kRows, end, group);
   }
-  static __device__ int Team() { return TeamOfThread<P>(); }
+  __device__ int Team() const { return TeamOfThread<P>(geometry_.team); }
+  // Rows of a block.
+  static __host__ __device__ int BlockRows(const rows::Team& team) { return TeamsOf<P>(team) * kRows; }
 
   __device__ int columns() const { return static_cast<int>(geometry_.columns.total); }
-  __device__ bool live(int pack) const { return live_[pack / kPerRow]; }
+  __device__ bool live() const { return live_; }
 
   // Leaves out the columns from `limit` on, as far as they fill packs, until
   // the next MoveTo.
@@ -119,22 +117,22 @@ class RowPacks {
 #pragma unroll
       for (int pack = 0; pack < kHeldPacks; ++pack) {
         if (LeavesFrom(pack)) break;
-        fn(pack, FirstColumn(pack / kPerRow) + pack % kPerRow * kColumnStep);
+        fn(pack, FirstColumn() + pack * step_);
       }
       after();
     } else if constexpr (kHeld) {
       ForEachPackBefore(end, fn);
       after();
     } else if constexpr (P::kBackwards) {
-      const int packs = (end - FirstColumn(0) + kColumnStep - 1) / kColumnStep;
+      const int packs = (end - FirstColumn() + step_ - 1) / step_;
 #pragma unroll(kUnrolled)
-      for (int k = packs - 1; k >= 0; --k) fn(0, FirstColumn(0) + k * kColumnStep);
+      for (int k = packs - 1; k >= 0; --k) fn(0, FirstColumn() + k * step_);
       after();
     } else {
-      for (int begin = FirstColumn(0); begin < end; begin += kRun * kColumnStep) {
-        const int stop = min(end, begin + kRun * kColumnStep);
+      for (int begin = FirstColumn(); begin < end; begin += kRun * step_) {
+        const int stop = min(end, begin + kRun * step_);
 #pragma unroll(kUnrolled)
-        for (int column = begin; column < stop; column += kColumnStep) fn(0, column);
+        for (int column = begin; column < stop; column += step_) fn(0, column);
         after();
       }
     }
@@ -151,8 +149,8 @@ class RowPacks {
   }
   // How many of the thread's packs those are: its first.
   __device__ int CountRead() const {
-    const int columns = min(end(), limit_) - FirstColumn(0);
-    return static_cast<int>((static_cast<unsigned>(max(columns, 0)) + kColumnStep - 1) / kColumnStep);
+    const int columns = min(end(), limit_) - FirstColumn();
+    return static_cast<int>((static_cast<unsigned>(max(columns, 0)) + step_ - 1) / step_);
   }
 
   // Calls fn(columns...) for kFew packs of a streamed row at a time, fn(column)
@@ -161,17 +159,17 @@ class RowPacks {
   __device__ void ForEachFewPacks(Fn fn, After after) const {
     static_assert(!kHeld && kRun % kFew == 0);
     const int end = min(this->end(), limit_);
-    int column = FirstColumn(0);
-    while (column + (kFew - 1) * kColumnStep < end) {
-      for (int k = 0; k < kRun && column + (kFew - 1) * kColumnStep < end; k += kFew) {
+    int column = FirstColumn();
+    while (column + (kFew - 1) * step_ < end) {
+      for (int k = 0; k < kRun && column + (kFew - 1) * step_ < end; k += kFew) {
         [&]<int... few>(std::integer_sequence<int, few...>) {
-          fn(column + few * kColumnStep...);
+          fn(column + few * step_...);
         }(std::make_integer_sequence<int, kFew>());
-        column += kFew * kColumnStep;
+        column += kFew * step_;
       }
       after();
     }
-    for (; column < end; column += kColumnStep) fn(column);
+    for (; column < end; column += step_) fn(column);
     after();
   }
 
@@ -185,13 +183,13 @@ class RowPacks {
   // single elements. (For every eighth of staged rows it took longer.)
   __device__ bool LeavesFrom(int pack) const {
     constexpr int kFew = kV == 1 && !P::kStaged ? 4 : kHeldPacks;
-    return pack > 0 && pack % kFew == 0 && pack * kColumnStep >= columns();
+    return pack > 0 && pack % kFew == 0 && pack * step_ >= columns();
   }
 
   // Where the columns end that this block may have.
-  __device__ int end() const { return P::kSplit || (P::kStaged && P::kCluster > 1) ? end_ : columns(); }
+  __device__ int end() const { return P::kSegment || (P::kStaged && P::kClusters) ? end_ : columns(); }
   // Whether a pack begins before that.
-  __device__ bool Begins(int pack, int column) const { return pack % kPerRow < P::kSure || column < end(); }
+  __device__ bool Begins(int pack, int column) const { return pack < P::kSure || column < end(); }
 
   // Whether all positions of a pack belong to the row.
   __device__ bool Whole(int column) const {
@@ -208,7 +206,7 @@ class RowPacks {
   template <class T>
   __device__ Pack<T, kV> Read(const T* tensor, int pack, int column) const {
     const int64_t offset = Offset(0, pack, column);
-    if (!kShifted || column + kV <= readable_[pack / kPerRow]) return ReadPack<kV>(tensor + offset);
+    if (!kShifted || column + kV <= readable_) return ReadPack<kV>(tensor + offset);
     Pack<T, kV> values = {};
 #pragma unroll
     for (int i = 0; i < kV; ++i)
@@ -244,16 +242,14 @@ class RowPacks {
   template <class T>
   __device__ void ClipEdges(Pack<T, kV> (&packs)[kHeldPacks], T outside) const {
     if constexpr (kShifted) {
+      const int end = columns() + shift_;  // counted from the first pack's first element
+      const bool at_end = end % kV != 0 && static_cast<uint32_t>(end / kV) % static_cast<uint32_t>(step_ / kV) ==
+                                               static_cast<uint32_t>(lane_);
+      if (!P::kInWarp && FirstColumn() >= 0 && !at_end) return;
 #pragma unroll
-      for (int s = 0; s < kStarts; ++s) {
-        const int end = columns() + shift_[s];  // counted from the first pack's first element
-        const bool at_end = end % kV != 0 && end / kV % (P::kLanes * P::kCluster) == lane_;
-        if (P::kLanes >= 32 && FirstColumn(s) >= 0 && !at_end) continue;
-#pragma unroll
-        for (int k = 0; k < P::kPacks; ++k) {
-          const int column = FirstColumn(s) + k * kColumnStep;
-          if (column < columns()) Clip(packs[s * P::kPacks + k], column, outside);
-        }
+      for (int k = 0; k < P::kPacks; ++k) {
+        const int column = FirstColumn() + k * step_;
+        if (column < columns()) Clip(packs[k], column, outside);
       }
     }
   }
@@ -261,7 +257,7 @@ class RowPacks {
   // A pack of a broadcast operand; anything beyond the row's edges.
   template <int kSlot, class T>
   __device__ Pack<T, kV> ReadBroadcast(const T* data, int pack, int column) const {
-    constexpr bool kAdjacent = kLay == Lay::kPlain && !P::kAcross;  // as the row's own elements are
+    constexpr bool kAdjacent = kLayout == Layout::kPlain && !P::kAcross;  // as the row's own elements are
     const T* const source = data + Offset<kAdjacent>(kSlot, pack, column);
     [[maybe_unused]] const int64_t step = Step(kSlot);
     if constexpr (kShifted && sizeof(T) == 4) {
@@ -270,11 +266,11 @@ class RowPacks {
     if constexpr (kAdjacent) {
       return ReadPack<kV>(source);
     } else {
-      if (kLay == Lay::kPlain && step != 0) return ReadPack<kV>(source);
+      if (kLayout == Layout::kPlain && step != 0) return ReadPack<kV>(source);
       Pack<T, kV> values = {};
 #pragma unroll
       for (int i = 0; i < kV; ++i)
-        values.Set(i, Inside(column, i) ? source[kLay == Lay::kPlain ? 0 : i * step] : T(0.0f));
+        values.Set(i, Inside(column, i) ? source[kLayout == Layout::kPlain ? 0 : i * step] : T(0.0f));
       return values;
     }
   }
@@ -282,21 +278,25 @@ class RowPacks {
   // The offset in a layout of a pack's first element. kAdjacent: those of a row are adjacent in it.
   template <bool kAdjacent = false>
   __device__ int64_t Offset(int slot, int pack, int column) const {
-    const int64_t start = offsets_[pack / kPerRow][slot];
-    if constexpr (kLay == Lay::kGeneral) return start + geometry_.ColumnOffset(slot, column);
-    // The distance from the thread's first pack is the same for all threads: it
-    // costs no registers.
-    const int distance = kHeld ? pack % kPerRow * kColumnStep : column - FirstColumn(0);
-    return start + (kAdjacent ? distance : distance * ColumnStride(slot));
+    const int64_t start = offsets_[slot];
+    if constexpr (kLayout == Layout::kGeneral) return start + geometry_.ColumnOffset(slot, column);
+    // The distance from the thread's first pack is the same for all threads.
+    if constexpr (kHeld) {
+      const int64_t step = static_cast<int64_t>(static_cast<uint32_t>(step_));
+      return start + (kAdjacent ? step : step * ColumnStride(slot)) * pack;
+    } else {
+      const int64_t distance = column - FirstColumn();
+      return start + (kAdjacent ? distance : distance * ColumnStride(slot));
+    }
   }
   __device__ int64_t Step(int slot) const { return geometry_.steps[slot]; }
 
   // The offset in a layout of the first row's column 0.
-  __device__ int64_t Origin(int slot) const { return offsets_[0][slot] - FirstColumn(0) * ColumnStride(slot); }
+  __device__ int64_t Origin(int slot) const { return offsets_[slot] - FirstColumn() * ColumnStride(slot); }
 
   template <class Target>
   __device__ void Write(const Target& tensor, int pack, int column, const Pack<ElementOf<Target>, kV>& values) const {
-    if (!live(pack) || (kPadded && !Begins(pack, column))) return;
+    if (!live_ || (kPadded && !Begins(pack, column))) return;
     const Target target = tensor + Offset(0, pack, column);
     if (Whole(column)) {
       if constexpr (P::kBackwards && kV > 1) {
@@ -314,7 +314,7 @@ class RowPacks {
  protected:
   __device__ AnyPack<kV> ReadAny(const AnyTensor& tensor, int pack, int column) const {
     const int64_t offset = Offset(0, pack, column);
-    if (!kShifted || column + kV <= readable_[pack / kPerRow]) return ReadAnyPack<kV>(tensor + offset);
+    if (!kShifted || column + kV <= readable_) return ReadAnyPack<kV>(tensor + offset);
     return ReadAnyPack<kV>(tensor + offset, static_cast<int>(geometry_.size - offset));
   }
 
@@ -322,62 +322,59 @@ class RowPacks {
   // Packs of a streamed row that are read at once. What is not plain takes several times the instructions a pack:
   // unrolled four times it would be a third of a kernel's file. Of unaligned rows the longest alone are streamed.
   static constexpr int kUnrolled = [] {
-    if constexpr (P::kSplit) return P::kFew;
-    return kLay == Lay::kPlain ? 4 : kShifted ? 1 : 2;
+    if constexpr (P::kSegment) return P::kFew;
+    return kLayout == Layout::kPlain ? 4 : kShifted ? 1 : 2;
   }();
-  static constexpr int kWide = P::kAcross ? 1 : kV;                                       // columns a pack
-  static constexpr int kColumnStep = P::kLanes * (P::kStaged ? 1 : P::kCluster) * kWide;  // from a pack to the next
+  static constexpr int kWide = P::kAcross ? 1 : kV;  // columns a pack
 
   // For the packs that begin before `to`.
   template <class Fn>
   __device__ void ForEachPackBefore(int to, Fn fn) const {
     if constexpr (kHeld) {
 #pragma unroll
-      for (int k = 0; k < P::kPacks; ++k)
-#pragma unroll
-        for (int s = 0; s < kStarts; ++s) {
-          const int column = FirstColumn(s) + k * kColumnStep;
-          if (column < to) fn(s * P::kPacks + k, column);
-        }
+      for (int pack = 0; pack < P::kPacks; ++pack) {
+        const int column = FirstColumn() + pack * step_;
+        if (column < to) fn(pack, column);
+      }
     } else {
-      for (int column = FirstColumn(0); column < to; column += kColumnStep) fn(0, column);
+      for (int column = FirstColumn(); column < to; column += step_) fn(0, column);
     }
   }
 
-  // How many of the row's columns the thread's warp has: the same for all rows
-  // of the thread but where they begin at different places in a pack.
+  // How many of the row's columns the thread's warp has, which has no other rows.
   __device__ int ColumnsOfWarp() const {
     constexpr int kSpan = P::kWarpLanes * kWide;  // of the warp's packs, which lie side by side
     int inside = 0;
     const auto add = [&](int column) { inside += max(0, min(column + kSpan, end()) - max(column, 0)); };
-    const int first = FirstColumn(0) - lane_ % P::kWarpLanes * kWide;
+    const int first = FirstColumn() - lane_ % P::kWarpLanes * kWide;
     if constexpr (kHeld) {
 #pragma unroll
-      for (int k = 0; k < P::kPacks; ++k) add(first + k * kColumnStep);
+      for (int k = 0; k < P::kPacks; ++k) add(first + k * step_);
     } else {
-      for (int column = first; column < end(); column += kColumnStep) add(column);
+      for (int column = first; column < end(); column += step_) add(column);
     }
     return inside;
   }
 
-  __device__ int FirstColumn(int start) const { return lane_ * kWide - (kShifted ? shift_[start] : 0); }
+  __device__ int FirstColumn() const { return lane_ * kWide - (kShifted ? shift_ : 0); }
   __device__ int64_t ColumnStride(int slot) const {
     return slot == 0 && !P::kAcross ? 1 : geometry_.columns.strides[0][slot];
   }
 
   template <int kSlot>
   __device__ int64_t RowOffset(int r) const {
-    return P::kAcross ? offsets_[0][kSlot] + r * geometry_.steps[kSlot] : offsets_[r][kSlot];
+    return offsets_[kSlot] + (P::kAcross ? r * geometry_.steps[kSlot] : 0);
   }
 
   const std::conditional_t<G::kCopied, G, const G&> geometry_;
   int lane_;     // of the row's packs, the thread's first
+  int step_;     // columns from a thread's pack to its next
   int end_ = 0;  // see end()
-  int64_t offsets_[kStarts][G::kSlots];
+  int64_t offsets_[G::kSlots];
   // Of unaligned rows: the columns of their first pack that come before the row, and where the tensor ends, counted
   // from column 0, if that is within a row's last pack.
-  int shift_[kStarts], readable_[kStarts];
-  bool live_[kStarts];
+  int shift_, readable_;
+  bool live_;
   int limit_ = std::numeric_limits<int>::max();
 };
 

@@ -4,7 +4,7 @@
 // another order do not show (make sanitize-gpu finds those). Copies that the hardware would do asynchronously are done
 // as late as the kernel allows, and their targets are poisoned as early. Dynamic shared memory is poisoned before and
 // checked behind; static shared memory keeps what the last block on its thread left. JAXOPS_EMULATED_CAPABILITY, 90 by
-// default, is that of the GPU.
+// default, is that of the GPU, JAXOPS_EMULATED_CLUSTER how many blocks of a cluster it runs at most.
 #ifndef JAXOPS_TESTS_EMULATOR_EMULATOR_H_
 #define JAXOPS_TESTS_EMULATOR_EMULATOR_H_
 
@@ -25,9 +25,11 @@
 
 #undef __shared__
 #undef __launch_bounds__
+#undef __maxnreg__
 #undef __noinline__
 #define __shared__ thread_local
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __noinline__ __attribute__((noinline))
 
 namespace emulator {
@@ -80,6 +82,7 @@ cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int
 template <class... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Parameters...)) {
   *attributes = {};
+  attributes->sharedSizeBytes = 0;
   const char* const capability = std::getenv("JAXOPS_EMULATED_CAPABILITY");
   attributes->ptxVersion = capability ? std::atoi(capability) : 90;
   return cudaSuccess;
@@ -90,13 +93,14 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, void (*)(P
   return cudaSuccess;
 }
 template <class... Parameters>
-cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*)(Parameters...), const cudaLaunchConfig_t*) {
-  *count = 1;
+cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*)(Parameters...), const cudaLaunchConfig_t* config) {
+  const char* const most = std::getenv("JAXOPS_EMULATED_CLUSTER");
+  *count = !most || static_cast<int>(config->attrs[0].val.clusterDim.x) <= std::atoi(most);
   return cudaSuccess;
 }
 
 extern thread_local uint3 threadIdx, blockIdx;
-extern thread_local dim3 gridDim;
+extern thread_local dim3 gridDim, blockDim;
 #define cudaLaunchKernelEx ::emulator::Launch
 #define __syncthreads ::emulator::SyncBlock
 
@@ -117,6 +121,7 @@ inline size_t __cvta_generic_to_shared(const void* pointer) {
   return static_cast<const char*>(pointer) - emulator::Shared();
 }
 inline void* __cvta_shared_to_generic(size_t address) { return emulator::Shared() + address; }
+inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
 inline float __uint_as_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, 4);

@@ -5,8 +5,9 @@ import itertools
 
 import ml_dtypes
 import numpy as np
+import plan_cases
 import pytest
-from support import frames, kernel_cases
+from support import frames
 from support.frame_cases import (
     LOGITS,
     NORMS,
@@ -21,7 +22,6 @@ from support.frame_cases import (
 from support.frames import memory_of
 from support.row_cases import COLUMNS, COLUMNS_ONCE, STRIDED, STRIDED_ONCE, beyond_few, crowds
 
-from jaxops import _rows
 from jaxops.ops import _matmul_choice as choices
 
 ROW_OPS = (*LOGITS, *NORMS)
@@ -88,12 +88,15 @@ def test_memory_of_many_rows(half, op, dtype, options, memory, rng):
 
 
 @every_half
-@pytest.mark.parametrize("handler", kernel_cases.HANDLERS)
+@pytest.mark.parametrize("handler", plan_cases.HANDLERS)
 def test_memory_of_every_layout(half, handler, memory, rng):
     """Of all pairs of dtypes, options that lie as x does and others, rows of several axes: some of short rows."""
     there = memory_of(memory, half)
-    calls = [case.make(case.least) for case in kernel_cases.row_cases()]
-    short = [c for c in calls if c.handler == handler and sum(b.bytes for b in (*c.operands, *c.results)) < 1 << 16]
+    short = [
+        c
+        for c in plan_cases.row_calls()
+        if c.handler == handler and sum(b.bytes for b in (*c.operands, *c.results)) < 1 << 16
+    ]
     for call in short[:: 11 if half == "cuda" else 23]:
         frames.check_memory(half, there, call, rng)
 
@@ -174,7 +177,7 @@ def test_malformed_frames_are_refused(half, op, across, options, memory):
 @pytest.mark.parametrize("op", LOGITS)
 def test_malformed_frames_of_split_rows_are_refused(half, op, memory):
     for call in row_calls(op, "float32", False, True, half):
-        split = resized(call, 2, 4, max(_rows._UNSPLIT_ACROSS[4]) + 1)
+        split = resized(call, 2, 4, 16385)  # kLongestAcross in ffi/rows/tuning.h
         assert split.workspaces == {len(call.results)}
         assert check_malformed(half, memory.get(half, memory["cpu"]), split) > 100
 

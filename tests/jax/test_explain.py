@@ -30,7 +30,10 @@ def test_calls():
     assert product.bytes == 2 * (32 + 48 + 24) + 4 * 6
     assert product.detail == "on a GPU xla: rows along m or n that are aligned to 4 bytes: XLA's own dot is ahead; gelu"
     assert product.runs_on == "XLA"
-    assert softmax.detail.startswith("4 rows of 6 adjacent; axes=(1,)") and "has=('where',)" in softmax.detail
+    assert (
+        softmax.detail.startswith("4 rows of 6 adjacent: WarpRows, 1 lane x 16 elements; axes=(1,)")
+        and "has=('where',)" in softmax.detail
+    )
     assert softmax.bytes == 2 * 24 * 2 + 6
     assert {call.scope for call in found.calls} == {"head"}
     assert (found.bytes, found.flops) == (product.bytes + softmax.bytes, product.flops)
@@ -130,7 +133,7 @@ def test_names_in_profiles():
 
 def test_rows_over_other_axes():
     (call,) = jaxops.explain(lambda x: jaxops.softmax(x, axis=0), X).calls
-    assert call.detail.startswith("8 rows of 4 strided; axes=(0,)")
+    assert call.detail.startswith("8 rows of 4 strided: TileRows, 1 lane x 4 packs; axes=(0,)")
 
 
 def test_only_functions():

@@ -29,7 +29,7 @@ def lengths(on_gpu: bool) -> list[int]:
 
 
 #: Some of them, for tools under which a call takes long: of aligned rows each capacity itself, of unaligned ones
-#: the longest row that each placement for them holds (rows/launch.cuh and rows/row_loop.cuh), and the streamed ones.
+#: the longest row that each placement for them holds (rows/tuning.h), and the streamed ones.
 _UNALIGNED = (96, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 4096, 5120, 10240, 16384)
 _UNALIGNED += (20480, 28672, 32768, 40960, 57344)
 COLUMNS_ONCE = sorted(
@@ -42,7 +42,7 @@ COLUMNS_ONCE = sorted(
 def beyond_few(columns: int, dtype, summed: bool = False) -> int:
     """The least rows of adjacent elements that are not few to a GPU, whose kernels for few are others.
 
-    kFewThreads in rows/launch.cuh; summed: with sums over the rows, HasFewRows in rows/column_sums.cuh.
+    kFewThreads in rows/tuning.h; summed: with sums over the rows, HasFewRows in rows/column_sums.cuh.
     """
     threads, pack = 1024 * 132, 16 // np.dtype(dtype).itemsize
     rows = min(threads // 32, threads * pack // columns) + 1

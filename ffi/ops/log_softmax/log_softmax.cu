@@ -4,9 +4,9 @@ namespace jaxops {
 namespace {
 
 // y = z - max - log(total), total = sum(exp(z - max)), -inf where masked; max and total are kept for the backward pass.
-template <Given kGiven, class T, class U>
-struct LogSoftmaxForward : LogitsForward<LogSoftmaxForward<kGiven, T, U>, kGiven, T, U, /*kRowValues=*/true> {
-  using Base = LogitsForward<LogSoftmaxForward, kGiven, T, U, /*kRowValues=*/true>;
+template <Options kOptions, class T>
+struct LogSoftmaxForward : LogitsForward<LogSoftmaxForward<kOptions, T>, kOptions, T, /*kRowValues=*/true> {
+  using Base = LogitsForward<LogSoftmaxForward, kOptions, T, /*kRowValues=*/true>;
   using A = Accumulator<T>;
   using Base::options, Base::y;
   A *max_out, *total_out;  // null if they are not wanted
@@ -35,20 +35,20 @@ struct LogSoftmaxForward : LogitsForward<LogSoftmaxForward<kGiven, T, U>, kGiven
 
 // dx = scale dz, dz = dy - exp(z - max) sum(dy) / total. The softmax comes from x, not from y: exp of a rounded y would
 // lose up to |y| ulp.
-template <Given kGiven, class T, class U>
-struct LogSoftmaxBackward : LogitsOp<kGiven, 2, /*kRowValues=*/true> {
+template <Options kOptions, class T>
+struct LogSoftmaxBackward : LogitsOp<kOptions, 2, /*kRowValues=*/true> {
   using A = Accumulator<T>;
-  using LogitsOp<kGiven, 2, /*kRowValues=*/true>::kNone;
-  LogitsOptions<kGiven, A> options;
+  using LogitsOp<kOptions, 2, /*kRowValues=*/true>::kNone;
+  LogitsOptions<kOptions, A> options;
   Tensor<const T> x;
-  Tensor<const U> dy;
+  Tensor<const T> dy;
   Tensor<T> dx;
   const A *max, *total;
 
   LogSoftmaxBackward(const LogitsCall& call)
       : options(call),
         x(Data<const T>(*call.x)),
-        dy(Data<const U>(*call.dy)),
+        dy(Data<const T>(*call.dy)),
         dx(Data<T>(*call.y)),
         max(Data<A>(*call.max)),
         total(Data<A>(*call.total)) {}
@@ -122,7 +122,7 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice("log_softmax_bwd", true, attributes, args, results, &call));
   JAXOPS_RETURN_IF_ERROR(CheckType("log_softmax_bwd", "dx", *call.y, call.x->element_type()));
-  return BackwardLogits<LogSoftmaxBackward>("log_softmax_bwd", stream, call, *call.x, *call.dy);
+  return RunLogits<LogSoftmaxBackward, /*kMasksAlone=*/false>("log_softmax_bwd", stream, call, *call.x, *call.dy);
 }
 
 }  // namespace

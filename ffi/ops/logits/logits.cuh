@@ -5,18 +5,17 @@
 #include <utility>
 
 #include "ops/logits/logits.h"
-#include "rows/row_loop.cuh"
-#include "rows/split_rows.cuh"
+#include "rows/launch.cuh"
+#include "rows/segments.cuh"
 
 namespace jaxops {
 
-// The options of a call: none, all but a bias, any.
-enum class Given { kNone, kMasks, kAny };
+using rows::Options;
 
-template <Given kGiven, class A>
+template <Options kOptions, class A>
 struct LogitsOptions {
   using Slot = LogitsCall;
-  static constexpr bool kNone = kGiven == Given::kNone;
+  static constexpr bool kNone = kOptions == Options::kNone;
 
   const A* scale;
   AnyTensor bias;
@@ -68,7 +67,7 @@ struct LogitsOptions {
   __device__ void Narrow(auto& row) const {
     if constexpr (!kNone) {
       using Row = std::remove_reference_t<decltype(row)>;
-      if constexpr (!Row::P::kAcross && Row::kStarts == 1 && Row::kLay != rows::Lay::kGeneral) {
+      if constexpr (!Row::P::kAcross && Row::kLayout != rows::Layout::kGeneral) {
         if (causal && row.Step(Slot::kDiagonal) == -1) row.Limit(static_cast<int>(row.Origin(Slot::kDiagonal)) + 1);
       }
     }
@@ -86,7 +85,7 @@ struct LogitsOptions {
   // Whether the masks of such rows are applied to their packs, which are held, two elements of 16 bits at a time.
   template <class T, class Row>
   static constexpr bool kByWords =
-      !kNone && sizeof(T) == 2 && !Row::P::kAcross && Row::kLay == rows::Lay::kPlain && Row::kV % 4 == 0 &&
+      !kNone && sizeof(T) == 2 && !Row::P::kAcross && Row::kLayout == rows::Layout::kPlain && Row::kV % 4 == 0 &&
       requires(const Row& row, const T* x) { row.template Load<0>(x).packs; };
 
   // Which entries of the thread's packs take part, a byte each, and as ones in their halves of a pack's words.
@@ -166,7 +165,7 @@ struct LogitsOptions {
       const auto read = [&](int pack, int column) {
         return row.template ReadBroadcast<Slot::kWhere>(where, pack, column);
       };
-      if constexpr (Row::kV <= 4 && Row::kLay == rows::Lay::kPlain) {
+      if constexpr (Row::kV <= 4 && Row::kLayout == rows::Layout::kPlain) {
         Pack<uint8_t, Row::kV> booleans[Row::kHeldPacks] = {};
         row.ForEachPackRead([&](int pack, int column) { booleans[pack] = read(pack, column); });
 #pragma unroll
@@ -208,11 +207,11 @@ struct LogitsOptions {
     } else if constexpr (!kKept && kByWords<T, Row>) {
       const auto z = LoadByWords(row, x);
       return std::pair(z, Visible</*kKept=*/false>(row));
-    } else if constexpr (kGiven == Given::kMasks) {
+    } else if constexpr (kOptions == Options::kMasks) {
       const auto raw = row.template Load<0>(x);
       const auto visible = Visible(row);
       return std::pair(row.Keep(rows::Map(logit, raw, visible, Scale(row), row.Same(A{0}))), visible);
-    } else if constexpr (Row::kHeld && !Row::P::kAcross && Row::kLay != rows::Lay::kGeneral) {
+    } else if constexpr (Row::kHeld && !Row::P::kAcross && Row::kLayout != rows::Layout::kGeneral) {
       const auto raw = row.template Load<0>(x);
       const auto biases =
           row.template CombineOperand<Slot::kBias>(bias, A{0}, [](const auto& values) { return Row::KeepAll(values); });
@@ -260,7 +259,7 @@ struct LogitsOptions {
       if (!Row::All([](A s) { return s > 0; }, factor)) {
 #pragma unroll
         for (int pack = 0; pack < Row::kHeldPacks; ++pack) {
-          const A s = factor.value[pack / Row::kPerRow];
+          const A s = factor.value[0];
           raw.packs[pack] = raw.packs[pack].Times(T(s < 0 ? -1.0f : s == 0 ? 0.0f : 1.0f));
         }
         factor = row.Each([](A s) { return s < 0 ? -s : s == 0 ? A{1} : s; }, factor);
@@ -269,7 +268,7 @@ struct LogitsOptions {
       for (int pack = 0; pack < Row::kHeldPacks; ++pack)
         raw.packs[pack] = seen.Halves(pack).Choose(raw.packs[pack], T(-std::numeric_limits<A>::infinity()));
     };
-    if constexpr (kGiven == Given::kMasks) {
+    if constexpr (kOptions == Options::kMasks) {
       mask();
       return typename Row::template Scaled<T>{raw, factor};
     } else {
@@ -287,16 +286,18 @@ struct LogitsOptions {
 };
 
 // What the row library wants to know of an op with these options. kRowValues: it has the layout of max and total, as
-// log_softmax has. kExponentials: its results take one each.
-template <Given kGiven, int kInputs_, bool kRowValues = false>
+// log_softmax has.
+template <Options kOptions_, int kInputs_, bool kRowValues = false>
 struct LogitsOp {
-  static constexpr bool kNone = kGiven == Given::kNone, kMasksAlone = kGiven == Given::kMasks;
+  static constexpr Options kOptions = kOptions_;
+  static constexpr bool kNone = kOptions == Options::kNone;
   static_assert(LogitsCall::kRow == LogitsCall::kFull + 1);
   static constexpr int kInputs = kInputs_, kSlots = kNone ? LogitsCall::kFull + 1 + kRowValues : LogitsCall::kSlots,
                        kBroadcasts = kNone ? 0 : 1 << LogitsCall::kBias | 1 << LogitsCall::kWhere;
   static constexpr int kParameters = 0;
-  static constexpr bool kExponentials = kInputs == 1 && !kRowValues;
-  static constexpr bool kShort = !kNone, kPadded = kNone && kInputs == 2;  // zeros are no logits, but cotangents
+  static constexpr bool kAsF32 = false;
+  static constexpr bool kPadded = kNone && kInputs == 2;  // zeros are no logits, but cotangents
+  static constexpr bool MayStay() { return true; }
   __host__ __device__ int Inputs() const { return kInputs; }
   __device__ int Parameters(const auto&) const { return 0; }
   __device__ int Scalars(const auto&) const { return 0; }
@@ -304,14 +305,14 @@ struct LogitsOp {
 
 // A forward pass. Op::Finish(row, z, visible, sums) stores the results of rows whose logits are z, of which those that
 // are visible count, and sums their maximum and the sum of their exponentials.
-template <class Op, Given kGiven, class T, class U, bool kRowValues = false>
-struct LogitsForward : LogitsOp<kGiven, 1, kRowValues> {
+template <class Op, Options kOptions, class T, bool kRowValues = false>
+struct LogitsForward : LogitsOp<kOptions, 1, kRowValues> {
   using A = Accumulator<T>;
-  LogitsOptions<kGiven, A> options;
+  LogitsOptions<kOptions, A> options;
   Tensor<const T> x;
-  Tensor<U> y;
+  Tensor<T> y;
 
-  explicit LogitsForward(const LogitsCall& call) : options(call), x(Data<const T>(*call.x)), y(Data<U>(*call.y)) {}
+  explicit LogitsForward(const LogitsCall& call) : options(call), x(Data<const T>(*call.x)), y(Data<T>(*call.y)) {}
 
   __device__ void operator()(auto& row) const {
     options.Narrow(row);
@@ -336,35 +337,10 @@ struct LogitsForward : LogitsOp<kGiven, 1, kRowValues> {
   __device__ const Op& op() const { return static_cast<const Op&>(*this); }
 };
 
-// What blocks take one row after the other of: rows of more than kFewColumns columns, and long unaligned ones. The
-// comments: columns of 16-bit elements, and how many the shortest unaligned rows have.
-template <int kInputs, int kBytes>
-struct LogitsStreams {
-  template <class P>
-  using Looped = rows::Looped<P, /*kStages=*/3, /*kShared=*/false, /*kKept=*/true>;
-  static constexpr int64_t kFewColumns = 262144 / kBytes;
-  using Short = Looped<rows::Along<512, 4, 1, 16>>;  // 262144
-  using Plain =
-      std::conditional_t<kInputs == 1, Types<Short, Looped<rows::Along<512, 8, 1, 16>>>, Types<Short>>;  // 524288
-  template <class P, int kSure>
-  using OneByOne = rows::Staged<P, kBytes, 3, kSure>;
-  using OneInput16 = Joined<Types<OneByOne<rows::Along<128, 33, 1, 16, 2>, 24>>,  // 57345
-                            rows::LongStaged<kBytes>>;
-  using OneInput32 =
-      Joined<Types<OneByOne<rows::Along<128, 33, 1, 8, 2>, 26>,  // 28673
-                   OneByOne<rows::Along<128, 50, 1, 8, 2>, 31>, OneByOne<rows::Along<128, 33, 1, 16, 2>, 21>>,
-             rows::LongStaged<kBytes>>;
-  using TwoInputs = Types<OneByOne<rows::Along<128, 40, 1, 4, 3>, 31>,  // 16385
-                          OneByOne<rows::Along<128, 33, 1, 8, 2>, 18>, OneByOne<rows::Along<128, 50, 1, 8, 2>, 31>,
-                          OneByOne<rows::Along<128, 33, 1, 16, 2>, 21>, OneByOne<rows::Along<128, 50, 1, 16, 2>, 29>,
-                          OneByOne<rows::Along<256, 33, 1, 16>, 23>, OneByOne<rows::Along<256, 64, 1, 16>, 31>>;
-  using Staged = std::conditional_t<kInputs == 2, TwoInputs, std::conditional_t<kBytes == 2, OneInput16, OneInput32>>;
-  using Shifted = Types<>;
-};
-
 // The queries, and the keys, of causal calls: kernels count from one to the other in 32 bits (jaxops/_limits.py).
 inline constexpr int64_t kMaxCausalSize = std::numeric_limits<int>::max() - 1;
 
+// ParseLogits for the kernels.
 inline Error ParseLogitsOnDevice(const char* handler, bool backward, const LogitsAttributes& attributes,
                                  const ffi::RemainingArgs& args, const ffi::RemainingRets& results, LogitsCall* call) {
   JAXOPS_RETURN_IF_ERROR(ParseLogits(handler, backward, attributes, args, results, call));
@@ -374,57 +350,41 @@ inline Error ParseLogitsOnDevice(const char* handler, bool backward, const Logit
   return Invalid(handler, "causal with more than " + std::to_string(kMaxCausalSize) + " queries or keys");
 }
 
-// Runs Op<kGiven, T, U>(call).
-template <template <Given, class, class> class Op, Given kGiven, class T, class U>
+// Runs Op<kOptions, T>(call).
+template <template <Options, class> class Op, Options kOptions, class T>
 cudaError_t LaunchLogits(cudaStream_t stream, const LogitsCall& call) {
-  using S = rows::Single<T>;
-  const Op<kGiven, T, U> op(call);
-  if constexpr (kGiven == Given::kNone) {
-    using Streams = LogitsStreams<Op<kGiven, T, U>::kInputs, sizeof(T)>;
+  const Op<kOptions, T> op(call);
+  const Op<kOptions, rows::Single<T>> single(call);
+  if constexpr (kOptions == Options::kNone) {
     cudaError_t status = cudaSuccess;
-    const bool done = (call.parts && rows::LaunchSplitRows<T, U>(stream, op, Op<kGiven, S, S>(call), call.shape,
-                                                                 *call.parts, {}, &status)) ||
-                      rows::LaunchRowStream<Streams, T, U>(stream, op, call.shape, &status);
-    if (done) return status;
+    if (call.parts && rows::LaunchSplitRows<T>(stream, op, single, call.shape, *call.parts, {}, &status)) return status;
   }
-  return rows::LaunchRows<T, U>(stream, op, Op<kGiven, S, S>(call), call.shape);
+  return rows::LaunchRows<T>(stream, op, single, call.shape);
 }
 
-template <template <Given, class, class> class Op>
+// The dtypes of `first` and `second` choose T of Op<kOptions, T>. kMasksAlone: there are kernels for masks alone.
+template <template <Options, class> class Op, bool kMasksAlone>
+Error RunLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
+                const AnyBuffer& second) {
+  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
+      handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y, call.parts}));
+  return VisitDtype(handler, first.element_type(), second.element_type(), [&]<class T> {
+    if (!call.has_options()) return FromCuda(handler, LaunchLogits<Op, Options::kNone, T>(stream, call));
+    if constexpr (kMasksAlone) {
+      cudaError_t status = cudaSuccess;
+      if (!call.bias && rows::LaunchPlainRows<T>(stream, Op<Options::kMasks, T>(call), call.shape, &status))
+        return FromCuda(handler, status);
+    }
+    return FromCuda(handler, LaunchLogits<Op, Options::kAny, T>(stream, call));
+  });
+}
+
+template <template <Options, class> class Op>
 Error ForwardLogits(const char* handler, cudaStream_t stream, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& results, const LogitsAttributes& attributes) {
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice(handler, false, attributes, args, results, &call));
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
-      handler, {call.x, call.scale, call.bias, call.where, call.y, call.max, call.total, call.parts}));
-  const DataType input = call.x->element_type(), output = call.y->element_type();
-  if (call.has_options()) {
-    return VisitDtype(handler, input, output, [&]<class T> {
-      cudaError_t status = cudaSuccess;
-      const bool done =
-          !call.bias && rows::LaunchPlainRows<T>(stream, Op<Given::kMasks, T, T>(call), call.shape, &status);
-      return FromCuda(handler, done ? status : LaunchLogits<Op, Given::kAny, T, T>(stream, call));
-    });
-  }
-  return VisitPair(handler, input, output, [&]<class T, class U> {
-    return FromCuda(handler, LaunchLogits<Op, Given::kNone, T, U>(stream, call));
-  });
-}
-
-// The dtypes of first and second choose T and U of Op<kGiven, T, U>.
-template <template <Given, class, class> class Op>
-Error BackwardLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
-                     const AnyBuffer& second) {
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
-      handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y, call.parts}));
-  const DataType one = first.element_type(), other = second.element_type();
-  if (call.has_options()) {
-    return VisitDtype(handler, one, other,
-                      [&]<class T> { return FromCuda(handler, LaunchLogits<Op, Given::kAny, T, T>(stream, call)); });
-  }
-  return VisitPair(handler, one, other, [&]<class T, class U> {
-    return FromCuda(handler, LaunchLogits<Op, Given::kNone, T, U>(stream, call));
-  });
+  return RunLogits<Op, /*kMasksAlone=*/true>(handler, stream, call, *call.x, *call.y);
 }
 
 }  // namespace jaxops

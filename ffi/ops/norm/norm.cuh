@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "ops/norm/norm.h"
-#include "rows/row_loop.cuh"
-#include "rows/split_rows.cuh"
+#include "rows/launch.cuh"
+#include "rows/segments.cuh"
 
 namespace jaxops {
 namespace {
@@ -37,19 +37,20 @@ __device__ auto Weights(const auto& row, const uint8_t* where) {
 
 // y = (x - mean) rstd scale + bias; mean and rstd = 1 / sqrt(var(x) + epsilon) are kept for the backward pass.
 // The variance comes from the deviations: exact also where mean(x)^2 >> var(x). Without centring, mean is 0.
-template <bool kCentred, bool kWhere, class T, class U>
+template <bool kCentred, bool kWhere, class T>
 struct NormForwardOp {
   using A = Accumulator<T>;
   static constexpr int kInputs = 1, kSlots = Slot::kWhere + 1,
                        kBroadcasts = 1 << Slot::kScale | 1 << Slot::kBias | 1 << Slot::kWhere;
   static constexpr int kParameters = kCentred ? 2 : 1;
-  static constexpr bool kShort = kWhere, kPadded = true;
+  static constexpr rows::Options kOptions = rows::Options::kNone;
+  static constexpr bool kAsF32 = kWhere, kPadded = true;
 
   Tensor<const T> x, residual;
   const A *scale, *bias;
   const uint8_t* where;
   A epsilon;
-  Tensor<U> y;
+  Tensor<T> y;
   Tensor<T> sum;
   A *mean_out, *rstd_out;
 
@@ -58,6 +59,7 @@ struct NormForwardOp {
     visit.template operator()<0>(x);
   }
   __host__ __device__ int Inputs() const { return 1; }
+  bool MayStay() const { return !residual; }  // a sum is not fetched ahead
   // scale and bias
   __device__ auto Parameters(const auto& row) const {
     const auto scales = row.template KeepParameter<0>(row.template LoadParameter<Slot::kScale>(scale, A{1}));
@@ -114,16 +116,17 @@ struct NormForwardOp {
 // With x^ = (x - mean) rstd, g = dy scale and w = 1 / (how many positions count) where they do:
 //   dx = rstd (g - w (sum(g) + x^ sum(g x^))) + dsum        (sum(g) only if centred)
 // and, where sums of columns are wanted, the rows' shares of dscale = sum(dy x^) and dbias = sum(dy).
-template <bool kCentred, bool kWhere, class T, class U>
+template <bool kCentred, bool kWhere, class T>
 struct NormBackwardOp {
   using A = Accumulator<T>;
   static constexpr int kInputs = 2, kSlots = Slot::kSlots,
                        kBroadcasts = 1 << Slot::kScale | 1 << Slot::kBias | 1 << Slot::kWhere;
   static constexpr int kParameters = 1, kSums = kCentred ? 2 : 1, kSumSlot = Slot::kSum;
-  static constexpr bool kShort = kWhere, kPadded = true;
+  static constexpr rows::Options kOptions = rows::Options::kNone;
+  static constexpr bool kAsF32 = kWhere, kPadded = true;
 
   Tensor<const T> x, dsum;
-  Tensor<const U> dy;
+  Tensor<const T> dy;
   const A* scale;
   const uint8_t* where;
   const A *mean, *rstd;
@@ -256,44 +259,6 @@ struct ParameterGradients {
   static __device__ A ScaleShare(A value, A g, A m, A r) { return g * ((value - m) * r); }
 };
 
-// What the forward kernel's blocks hold beside scale and bias; the comments: columns of 16-bit elements.
-template <bool kCentred, class T>
-struct NormStreams {
-  template <class P, int kStages, bool kShared>
-  using Looped = rows::Looped<P, kStages, kShared>;
-  template <class P>  // parameters in shared memory, x in registers
-  using Kept = rows::Looped<P, 2, true, true>;
-  static constexpr int64_t kFewColumns = kCentred ? 12288 : 16384;
-  using Middle =
-      std::conditional_t<kCentred && sizeof(T) == 2,
-                         Types<Looped<rows::Along<512, 4>, 2, false>, Looped<rows::Along<256, 4, 1, 4, 2>, 3, false>>,
-                         Types<Looped<rows::Along<512, 4, 1, 2>, 2, false>>>;  //  32768
-  using Plain =
-      Joined<Middle,
-             Types<Looped<rows::Along<256, 4, 1, 8, 2>, 3, false>,  //  65536
-                   Looped<rows::Along<256, 8, 1, 8>, 3, false>,     // 131072
-                   Looped<rows::Along<256, 8, 1, 16>, 3, false>,    // 262144
-                   // f32 alone has the registers
-                   std::conditional_t<sizeof(T) == 2, Looped<rows::Along<256, 8, 1, 16>, 3, false>,
-                                      std::conditional_t<kCentred, Looped<rows::Along<256, 16, 1, 16>, 3, false>,
-                                                         Looped<rows::Along<512, 8, 1, 16>, 3, false>>>>>;
-  template <class P, int kSure>
-  using OneByOne = rows::Staged<P, sizeof(T), 3, kSure>;
-  using Staged = Joined<Types<OneByOne<rows::Along<8, 16>, 7>,                //    128
-                              OneByOne<rows::Along<8, 32>, 16>,               //    256
-                              OneByOne<rows::Along<16, 32>, 16>,              //    512
-                              OneByOne<rows::Along<32, 33, 1, 1, 2>, 16>,     //   1056
-                              OneByOne<rows::Along<64, 33, 1, 1, 2>, 16>,     //   2112
-                              OneByOne<rows::Along<128, 33, 1, 1, 3>, 16>,    //   4224
-                              OneByOne<rows::Along<128, 33, 1, 2, 2>, 16>,    //   8448
-                              OneByOne<rows::Along<128, 40, 1, 4, 3>, 15>,    //  20480
-                              OneByOne<rows::Along<128, 33, 1, 8, 2>, 18>,    //  33792
-                              OneByOne<rows::Along<128, 50, 1, 8, 2>, 31>,    //  51200
-                              OneByOne<rows::Along<128, 33, 1, 16, 2>, 21>>,  // 67584
-                        rows::LongStaged<sizeof(T)>>;
-  using Shifted = Types<Kept<rows::Along<4, 5>>>;  // shorter ones
-};
-
 template <bool kCentred>
 Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results, ffi::Span<const int64_t> axes,
               bool has_residual, bool has_scale, bool has_bias, bool has_where, bool has_parts, double epsilon) {
@@ -303,41 +268,40 @@ Error Forward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets results
   JAXOPS_RETURN_IF_ERROR(ParseNorm(handler, /*backward=*/false, kCentred, attributes, args, results, &call));
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(handler, {call.x, call.residual, call.scale, call.bias, call.where,
                                                         call.y, call.sum, call.mean, call.rstd, call.parts}));
-  const auto make = [&]<bool kWhere, class T, class U> {
+  const auto make = [&]<bool kWhere, class T> {
     using A = Accumulator<T>;
-    return NormForwardOp<kCentred, kWhere, T, U>{
+    return NormForwardOp<kCentred, kWhere, T>{
         .x = Data<const T>(*call.x),
         .residual = DataOrNull<const T>(call.residual),
         .scale = DataOrNull<const A>(call.scale),
         .bias = DataOrNull<const A>(call.bias),
         .where = DataOrNull<const uint8_t>(call.where),
         .epsilon = static_cast<A>(epsilon),
-        .y = Data<U>(*call.y),
+        .y = Data<T>(*call.y),
         .sum = DataOrNull<T>(call.sum),
         .mean_out = DataOrNull<A>(call.mean),
         .rstd_out = DataOrNull<A>(call.rstd),
     };
   };
-  const auto launch = [&]<bool kWhere, class T, class U> {
+  const auto launch = [&]<bool kWhere, class T> {
     using S = rows::Single<T>;
-    const auto op = make.template operator()<kWhere, T, U>();
-    const auto single = make.template operator()<kWhere, S, S>();
+    const auto op = make.template operator()<kWhere, T>();
+    const auto single = make.template operator()<kWhere, S>();
     if constexpr (!kWhere) {
       cudaError_t status = cudaSuccess;
-      const bool done =
-          (call.parts && rows::LaunchSplitRows<T, U>(stream, op, single, call.shape, *call.parts, {}, &status)) ||
-          ((call.scale || call.bias) && !call.residual &&
-           rows::LaunchRowStream<NormStreams<kCentred, T>, T, U>(stream, op, call.shape, &status));
-      if (done) return FromCuda(handler, status);
+      if (call.parts && rows::LaunchSplitRows<T>(stream, op, single, call.shape, *call.parts, {}, &status))
+        return FromCuda(handler, status);
     }
-    return FromCuda(handler, rows::LaunchRows<T, U>(stream, op, single, call.shape));
+    return FromCuda(handler, rows::LaunchRows<T>(stream, op, single, call.shape));
   };
   const DataType input = call.x->element_type(), output = call.y->element_type();
-  if constexpr (kCentred) {
-    if (has_where)
-      return VisitDtype(handler, input, output, [&]<class T> { return launch.template operator()<true, T, T>(); });
-  }
-  return VisitPair(handler, input, output, [&]<class T, class U> { return launch.template operator()<false, T, U>(); });
+  return VisitDtype(handler, input, output, [&]<class T> {
+    // Masks are rare: kernels whose tensors tell their dtypes do.
+    if constexpr (kCentred) {
+      if (has_where) return launch.template operator()<true, rows::Single<T>>();
+    }
+    return launch.template operator()<false, T>();
+  });
 }
 
 template <bool kCentred>
@@ -356,12 +320,12 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
   JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
       handler, {call.x, call.scale, call.where, call.mean, call.rstd, call.dy, call.dsum, call.dx, call.parts},
       {call.sums.workspace, call.sums.results[0], call.sums.results[1]}));
-  const auto make = [&]<bool kWhere, class T, class U> {
+  const auto make = [&]<bool kWhere, class T> {
     using A = Accumulator<T>;
-    return NormBackwardOp<kCentred, kWhere, T, U>{
+    return NormBackwardOp<kCentred, kWhere, T>{
         .x = Data<const T>(*call.x),
         .dsum = DataOrNull<const T>(call.dsum),
-        .dy = Data<const U>(*call.dy),
+        .dy = Data<const T>(*call.dy),
         .scale = DataOrNull<const A>(call.scale),
         .where = DataOrNull<const uint8_t>(call.where),
         .mean = DataOrNull<const A>(call.mean),
@@ -369,33 +333,32 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
         .dx = Data<T>(*call.dx),
     };
   };
-  const auto launch = [&]<bool kWhere, class T, class U> {
+  const auto launch = [&]<bool kWhere, class T> {
     using A = Accumulator<T>;
     using S = rows::Single<T>;
-    const auto op = make.template operator()<kWhere, T, U>();
-    const auto single = make.template operator()<kWhere, S, S>();
+    const auto op = make.template operator()<kWhere, T>();
+    const auto single = make.template operator()<kWhere, S>();
     const rows::SumResults<A> sums(call.sums, call.shape, has_dscale, has_dbias);
     if (call.shape.size() == 0) return FromCuda(handler, rows::ClearSums(stream, sums, call.shape));
     cudaError_t status = cudaSuccess;
     bool done = false;
-    [[maybe_unused]] const bool few = rows::kTuned<T, U> && rows::HasFewRows(call.shape, Slot::kSum, sums.chunks);
+    [[maybe_unused]] const bool few = rows::kTuned<T> && rows::HasFewRows(call.shape, Slot::kSum, sums.chunks);
     if constexpr (!kWhere) {
       const bool alone = call.shape.rows.total == 1 && !call.shape.across;  // each row in its group
       rows::SumPointers<A> direct = {};
       if (alone) direct = {sums.results[0], sums.results[1]};
-      done =
-          call.parts && rows::LaunchSplitRows<T, U>(stream, op, single, call.ungrouped, *call.parts, direct, &status);
+      done = call.parts && rows::LaunchSplitRows<T>(stream, op, single, call.ungrouped, *call.parts, direct, &status);
       if (done && alone) return FromCuda(handler, status);
       const bool looped = !done && !few && call.sums.count && !call.shape.across &&
-                          rows::LaunchRowSums<T, U>(stream, op, single, call.shape, sums, &status);
+                          rows::LaunchRowSums<T>(stream, op, single, call.shape, sums, &status);
       if (looped) return FromCuda(handler, status);
     }
-    if (!done) status = rows::LaunchRows<T, U>(stream, op, single, call.ungrouped);
+    if (!done) status = rows::LaunchRows<T>(stream, op, single, call.ungrouped);
     if (status != cudaSuccess || call.sums.count == 0) return FromCuda(handler, status);
     const auto gradients_of = [&]<class V>(const auto& op) {
       return ParameterGradients<kCentred, V>{.x = op.x, .dy = op.dy, .mean = op.mean, .rstd = op.rstd};
     };
-    if constexpr (rows::kTuned<T, U>) {
+    if constexpr (rows::kTuned<T>) {
       const auto gradients = gradients_of.template operator()<T>(op);
       if (few) return FromCuda(handler, rows::LaunchSumsOfFewRows<T>(stream, gradients, call.shape, sums));
     }
@@ -403,11 +366,13 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
     return FromCuda(handler, rows::LaunchColumnSums<A>(stream, gradients, call.shape, sums));
   };
   const DataType input = call.x->element_type(), output = call.dy->element_type();
-  if constexpr (kCentred) {
-    if (has_where)
-      return VisitDtype(handler, input, output, [&]<class T> { return launch.template operator()<true, T, T>(); });
-  }
-  return VisitPair(handler, input, output, [&]<class T, class U> { return launch.template operator()<false, T, U>(); });
+  return VisitDtype(handler, input, output, [&]<class T> {
+    // Masks are rare: kernels whose tensors tell their dtypes do.
+    if constexpr (kCentred) {
+      if (has_where) return launch.template operator()<true, rows::Single<T>>();
+    }
+    return launch.template operator()<false, T>();
+  });
 }
 
 }  // namespace

@@ -4,9 +4,9 @@ namespace jaxops {
 namespace {
 
 // y = exp(z - max) / sum(exp(z - max)), 0 where masked
-template <Given kGiven, class T, class U>
-struct SoftmaxForward : LogitsForward<SoftmaxForward<kGiven, T, U>, kGiven, T, U> {
-  using Base = LogitsForward<SoftmaxForward, kGiven, T, U>;
+template <Options kOptions, class T>
+struct SoftmaxForward : LogitsForward<SoftmaxForward<kOptions, T>, kOptions, T> {
+  using Base = LogitsForward<SoftmaxForward, kOptions, T>;
   using A = Accumulator<T>;
   using Base::Base;
   using Base::options, Base::y;
@@ -14,7 +14,7 @@ struct SoftmaxForward : LogitsForward<SoftmaxForward<kGiven, T, U>, kGiven, T, U
   __device__ void Finish(const auto& row, const auto& z, const auto& visible, const auto& sums) const {
     const auto max = sums.template Component<0>(), sum = sums.template Component<1>();
     const auto y_of_visible = [&] {
-      if constexpr (sizeof(U) > 2) {
+      if constexpr (sizeof(T) > 2) {
         using Quotient = rows::Divisor<A>;
         const auto total = row.Each([](A sum) { return Quotient(sum); }, sum);
         const auto quotient = [](A value, A max, Quotient sum) { return rows::PreciseExp(value - max) / sum; };
@@ -33,20 +33,20 @@ struct SoftmaxForward : LogitsForward<SoftmaxForward<kGiven, T, U>, kGiven, T, U
 };
 
 // dx = scale dz, dz = y (dy - <y, dy>)
-template <Given kGiven, class T, class U>
-struct SoftmaxBackward : LogitsOp<kGiven, 2> {
+template <Options kOptions, class T>
+struct SoftmaxBackward : LogitsOp<kOptions, 2> {
   using A = Accumulator<T>;
-  using LogitsOp<kGiven, 2>::kNone;
-  LogitsOptions<kGiven, A> options;
+  using LogitsOp<kOptions, 2>::kNone;
+  LogitsOptions<kOptions, A> options;
   Tensor<const T> y, dy;
-  Tensor<U> dx;
+  Tensor<T> dx;
   bool masked;
 
   SoftmaxBackward(const LogitsCall& call)
       : options(call),
         y(Data<const T>(*call.x)),
         dy(Data<const T>(*call.dy)),
-        dx(Data<U>(*call.y)),
+        dx(Data<T>(*call.y)),
         masked(call.masked) {}
 
   template <class Visit>
@@ -104,7 +104,7 @@ Error Backward(Device stream, ffi::RemainingArgs args, ffi::RemainingRets result
   LogitsCall call;
   JAXOPS_RETURN_IF_ERROR(ParseLogitsOnDevice("softmax_bwd", true, attributes, args, results, &call));
   JAXOPS_RETURN_IF_ERROR(CheckType("softmax_bwd", "dy", *call.dy, call.x->element_type()));
-  return BackwardLogits<SoftmaxBackward>("softmax_bwd", stream, call, *call.x, *call.y);
+  return RunLogits<SoftmaxBackward, /*kMasksAlone=*/false>("softmax_bwd", stream, call, *call.x, *call.y);
 }
 
 }  // namespace

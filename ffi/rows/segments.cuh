@@ -4,19 +4,14 @@
 // alone, and store the results of their own part. The inputs are read once more than they would have to be, but both
 // times as fast as the memory gives them; what the first kernel has read last the second one reads first, while it is
 // in the L2 cache.
-#ifndef JAXOPS_ROWS_SPLIT_ROWS_CUH_
-#define JAXOPS_ROWS_SPLIT_ROWS_CUH_
+#ifndef JAXOPS_ROWS_SEGMENTS_CUH_
+#define JAXOPS_ROWS_SEGMENTS_CUH_
 
 #include <array>
 
 #include "rows/launch.cuh"
 
 namespace jaxops::rows {
-
-// All parts but the last have a multiple of this many columns: whole runs of packs for every thread.
-inline constexpr int kPartColumns = 256;          // of packs of rows across
-inline constexpr int kPartColumnsSingles = 1024;  // of single elements of such rows
-inline constexpr int kPartColumnsAlong = 4096;
 
 // Where each row is alone in its group: the results of the op's sums over rows, which are no sums then; else null.
 template <class A>
@@ -57,30 +52,30 @@ struct StoredSums {
 };
 
 // A part of rows; `block`: of the grid (part, rows of a block).
-template <class P, int kV, Lay kLay, class A, class Op>
-class SplitRow : public Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>> {
-  using Base = Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>>;
+template <class P, int kV, Layout kLayout, class A, class Op>
+class SplitRow : public Row<P, kV, kLayout, A, GeometryOf<Op::kSlots, kLayout>> {
+  using Base = Row<P, kV, kLayout, A, GeometryOf<Op::kSlots, kLayout>>;
   using Base::kRows;
 
  public:
   __device__ SplitRow(const typename Base::Geometry& geometry, const RowParts<A>& parts, int64_t block)
       : Base(geometry), parts_(parts), rows_(geometry.rows.total) {
-    const int64_t blocks = (rows_ + Base::kBlockRows - 1) / Base::kBlockRows;
+    const int64_t blocks = DivideUp(rows_, Base::BlockRows(geometry.team));
     const int part = static_cast<int>(block / blocks), columns = this->columns();
     const int begin = part * parts.columns;
     this->lane_ += begin / (P::kAcross ? 1 : kV);
-    const int64_t first = (block - part * blocks) * Base::kBlockRows;
+    const int64_t first = (block - part * blocks) * Base::BlockRows(geometry.team);
     this->MoveToTeam(first, rows_, {});
-    row_ = std::min<int64_t>(first + Base::Team() * kRows, rows_ - kRows);
+    row_ = std::min<int64_t>(first + this->Team() * kRows, rows_ - kRows);
     part_ = part;
-    const int shift = Base::kShifted ? this->shift_[0] : 0;  // packs begin so much earlier
+    const int shift = Base::kShifted ? this->shift_ : 0;  // packs begin so much earlier
     this->end_ = part == parts.count - 1 ? columns : begin + parts.columns - shift;
   }
 
   // Puts the joined values of this part into the workspace.
   template <class Part>
   __device__ void WritePart(const Part& part) const {
-    if (threadIdx.x >= P::kTeams || !this->live(0)) return;
+    if (threadIdx.x >= P::kMaxTeams || !this->live()) return;
 #pragma unroll
     for (int k = 0; k < Part::kCount; ++k)
       StoreVector(reinterpret_cast<Pack<A, kRows>*>(Place<Part>(part_, k)),
@@ -95,7 +90,7 @@ class SplitRow : public Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>> {
 #pragma unroll
     for (auto& values : joined.values) values = J::template Identity<A, Part::kCount>();
 #pragma unroll 4
-    for (int part = threadIdx.x / P::kTeams; part < parts_.count; part += P::kLanes) {
+    for (int part = threadIdx.x / P::kMaxTeams; part < parts_.count; part += P::kLanes) {
       Pack<A, kRows> found[Part::kCount];
 #pragma unroll
       for (int k = 0; k < Part::kCount; ++k) found[k] = ReadPack<kRows>(Place<Part>(part, k));
@@ -107,7 +102,7 @@ class SplitRow : public Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>> {
         joined.values[r] = J::Join(joined.values[r], values);
       }
     }
-    if constexpr (Part::kOfWarp) JoinWarp<P, J>(joined.values);
+    if constexpr (Part::kOfWarp) this->template JoinWarp<J>(joined.values);
     return this->Join(joined);
   }
 
@@ -132,12 +127,12 @@ class SplitRow : public Row<P, kV, kLay, A, GeometryOf<Op::kSlots, kLay>> {
 template <class Op>
 concept SumsColumns = requires { Op::kSums; };
 
-template <class P, int kV, Lay kLay, class A, class Op>
-__global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
-    SplitRowsKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry,
+template <class P, int kV, Layout kLayout, class A, class Op>
+__global__ void __maxnreg__(P::kRegisters)
+    SplitRowsKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLayout> geometry,
                     const __grid_constant__ RowParts<A> parts) {
   if constexpr (kRunsHere<P>) {
-    SplitRow<P, kV, kLay, A, Op> row(geometry, parts, blockIdx.x);
+    SplitRow<P, kV, kLayout, A, Op> row(geometry, parts, blockIdx.x);
     const auto parameters = op.Parameters(row);
     const auto scalars = op.Scalars(row);
     if constexpr (SumsColumns<Op>) {
@@ -149,12 +144,12 @@ __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
   }
 }
 
-template <class P, int kV, Lay kLay, class A, class Op>
-__global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
-    FinishRowsKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLay> geometry,
+template <class P, int kV, Layout kLayout, class A, class Op>
+__global__ void __maxnreg__(P::kRegisters)
+    FinishRowsKernel(const __grid_constant__ Op op, const __grid_constant__ GeometryOf<Op::kSlots, kLayout> geometry,
                      const __grid_constant__ RowParts<A> parts) {
   if constexpr (kRunsHere<P>) {
-    SplitRow<P, kV, kLay, A, Op> row(geometry, parts, gridDim.x - 1 - blockIdx.x);
+    SplitRow<P, kV, kLayout, A, Op> row(geometry, parts, gridDim.x - 1 - blockIdx.x);
     const auto parameters = op.Parameters(row);
     const auto scalars = op.Scalars(row);
     const auto joined = row.template JoinParts<decltype(op.Begin(row, parameters, scalars))>();
@@ -163,33 +158,33 @@ __global__ void __launch_bounds__(P::kThreads, kMinBlocksHere<P>)
 }
 
 // Runs the kernels of the placements P, then F, over rows that are split into parts, at most as many as the workspace
-// has room for; false if they do not fit.
-template <class P, class F, int kV, Lay kLay, class A, class Op>
+// has room for.
+template <class P, class F, int kV, Layout kLayout, class A, class Op>
 bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, const AnyBuffer& workspace,
                  const SumPointers<A>& sums, cudaError_t* status) {
-  using G = GeometryOf<Op::kSlots, kLay>;
-  if (!layouts.template Fit<G>() || !RunsOn<P>(CompiledCapability())) return false;
-  constexpr int kMultiple = !P::kAcross ? kPartColumnsAlong : kV == 1 ? kPartColumnsSingles : kPartColumns;
-  const auto divide = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  using G = GeometryOf<Op::kSlots, kLayout>;
+  if (!layouts.template Fit<G>()) return false;
+  const SegmentShape shape = SegmentsOf(P::kAcross, kV == 1);
   const int64_t columns = layouts.columns.total;
-  const int64_t each = divide(divide(columns, workspace.dimensions()[0]), kMultiple) * kMultiple;
-  const int64_t count = divide(columns, each);
+  const int64_t each = DivideUp(DivideUp(columns, workspace.dimensions()[0]), shape.multiple) * shape.multiple;
+  const int64_t count = DivideUp(columns, each);
   const RowParts<A> parts = {static_cast<int>(count), static_cast<A*>(workspace.untyped_data()), static_cast<int>(each),
                              sums};
-  constexpr int kBlockRows = SplitRow<P, kV, kLay, A, Op>::kBlockRows;
-  static_assert(kBlockRows == SplitRow<F, kV, kLay, A, Op>::kBlockRows && P::kThreads == F::kThreads);
-  const Grid grid = {divide(layouts.rows.total, kBlockRows) * count, P::kThreads};
-  const G geometry = layouts.template To<G>();
-  *status = Launch(stream, SplitRowsKernel<P, kV, kLay, A, Op>, grid, op, geometry, parts);
+  Team team = {.lanes = P::kLanes};
+  team.warps = ThreadsOf<P>(team) / 32;
+  const int rows = SplitRow<P, kV, kLayout, A, Op>::BlockRows(team);
+  const Grid grid = {DivideUp(layouts.rows.total, rows) * count, ThreadsOf<P>(team), 1, SpreadBytes<P, A>(team, rows)};
+  const G geometry = layouts.template To<G>(team);
+  *status = Launch(stream, SplitRowsKernel<P, kV, kLayout, A, Op>, grid, op, geometry, parts);
   if (*status == cudaSuccess) {
-    *status = Launch(stream, FinishRowsKernel<F, kV, kLay, A, Op>, grid, op, geometry, parts);
+    *status = Launch(stream, FinishRowsKernel<F, kV, kLayout, A, Op>, grid, op, geometry, parts);
   }
   return true;
 }
 
 // Runs op, or single (see LaunchRows), in two halves, op.Begin and op.End, over rows that are split into the parts of
 // a workspace (CheckParts); false where LaunchRows should. sums: see RowParts.
-template <class T, class U, class Op, class SingleOp, int kMore>
+template <class T, class Op, class SingleOp, int kMore>
 bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape,
                      const AnyBuffer& workspace, const SumPointers<Accumulator<T>>& sums, cudaError_t* status) {
   using A = Accumulator<T>;
@@ -197,39 +192,37 @@ bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, 
   if constexpr (std::is_same_v<A, float>) {
     const Layouts<SingleOp::kSlots> elements(shape, 1, SingleOp::kBroadcasts);
     if (shape.across) {
-      if constexpr (kPacksAcross<T, U>) {
-        using P = SplitAcross<16, 16, 8, 4>;
-        using F = SplitAcross<16, 16, 8, 4, /*kBackwards=*/true>;
-        constexpr int kV = kPackAcross<T>;
+      if constexpr (kTuned<T>) {
+        using P = SegmentAcross<16, 8, kSegmentRegisters, 16>;
+        using F = SegmentAcross<16, 8, kSegmentRegisters, 16, /*kBackwards=*/true>;
+        constexpr int kV = PackOf(kElementsOf<T>, true);
         const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
-        if (layouts.plain && LaunchParts<P, F, kV, Lay::kPlain, A>(stream, op, layouts, workspace, sums, status)) {
+        if (layouts.plain && LaunchParts<P, F, kV, Layout::kPlain, A>(stream, op, layouts, workspace, sums, status)) {
           return true;
         }
       }
       // Few threads for adjacent elements, of which there may be few.
-      using P = SplitAcross<4, 128, 8>;
-      using F = SplitAcross<4, 128, 8, 1, /*kBackwards=*/true>;
-      return elements.plain && LaunchParts<P, F, 1, Lay::kPlain, A>(stream, single, elements, workspace, sums, status);
+      using P = SegmentAcross<4, 8, kElementSegmentRegisters, 128>;
+      using F = SegmentAcross<4, 8, kElementSegmentRegisters, 128, /*kBackwards=*/true>;
+      return elements.plain &&
+             LaunchParts<P, F, 1, Layout::kPlain, A>(stream, single, elements, workspace, sums, status);
     }
-    if constexpr (kTuned<T, U>) {
-      using P = SplitAlong<512, 4, 2>;
-      using F = SplitAlong<512, 4, 2, /*kBackwards=*/true>;
-      constexpr int kV = kPackOf<T>;
+    if constexpr (kTuned<T>) {
+      using P = SegmentAlong<4, kSegmentRegisters, 512>;
+      using F = SegmentAlong<4, kSegmentRegisters, 512, /*kBackwards=*/true>;
+      constexpr int kV = PackOf(kElementsOf<T>, false);
       const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
-      bool done = false;
-      if (shape.columns.count == 1) {
-        done = LaunchParts<P, F, kV, Lay::kShifted, A>(stream, op, layouts, workspace, sums, status);
-      } else {
-        done = layouts.aligned && LaunchParts<P, F, kV, Lay::kGeneral, A>(stream, op, layouts, workspace, sums, status);
+      if (shape.columns.count == 1 &&
+          LaunchParts<P, F, kV, Layout::kShifted, A>(stream, op, layouts, workspace, sums, status)) {
+        return true;
       }
-      if (done) return true;
     }
-    using P = SplitAlong<512, 4>;
-    return LaunchParts<P, P, 1, Lay::kGeneral, A>(stream, single, elements, workspace, sums, status);
+    using P = SegmentAlong<4, kElementSegmentRegisters, 512>;
+    return LaunchParts<P, P, 1, Layout::kGeneral, A>(stream, single, elements, workspace, sums, status);
   }
   return false;
 }
 
 }  // namespace jaxops::rows
 
-#endif  // JAXOPS_ROWS_SPLIT_ROWS_CUH_
+#endif  // JAXOPS_ROWS_SEGMENTS_CUH_

@@ -1,47 +1,33 @@
-"""Call frames that reach every kernel of the CUDA half: dtypes, options and layouts, made without tracing anything.
+"""Call frames for every plan of every row kernel, for every tile of matmul and of attention.
 
-tests/kernel_survey.py finds out which kernels they launch, and on how few rows.
+`python tests/plan_cases.py --part 3 --parts 30` makes the calls on a GPU, split evenly: for tools/sanitize_gpu.py. A
+row's plan (ffi/rows/plan.h) says which kernel a call launches, so that one call for each plan is enough.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-
-from jaxops import _kernel
-from jaxops.ops import _attention_support as attention
-from jaxops.ops import _matmul_choice as choices
 from support import frames
 from support.frame_cases import matmul_call
 from support.ops import ROW_OPS
 from support.row_cases import COLUMNS_ONCE
 
+from jaxops import _kernel
+from jaxops.ops import _attention_support as attention
+from jaxops.ops import _matmul_choice as choices
+
 CODES = {"f32": 11, "bf16": 16, "f16": 10, "f64": 12}
 
 #: The dtypes of an input and the result between which kernels exist: see `kernel_dtypes` in jaxops/_rows.py.
 PAIRS = [(t, t) for t in CODES] + [("bf16", "f32"), ("f32", "bf16"), ("f16", "f32"), ("f32", "f16")]
-
-#: At most so many elements and rows: enough for every block of a GPU to take several rows.
-_ELEMENTS, _ROWS = 1 << 25, 1 << 19
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Calls that differ in their number of rows. path: the part of a kernel that they run, if not all of it.
-
-    make: the call on a number of rows, from `least` to `most`.
-    """
-
-    make: Callable[[int], frames.Call]
-    least: int = 4
-    most: int = 4
-    path: str = ""
 
 
 def row_call(
@@ -49,8 +35,8 @@ def row_call(
 ) -> frames.Call:
     """A call of a row op, normalised over axes of x.
 
-    has: the optional operands and results by name, with details. "scale", "bias", "where": the axes along
-    which the operand has size 1. "dscale", "dbias": the axes of rows over which sums are not taken. "parts": how
+    has: the optional operands and results by name, and what is not as usual of them. "scale", "bias", "where": the axes
+    along which the operand has size 1. "dscale", "dbias": the axes of rows over which sums are not taken. "parts": how
     many. "causal", "masked", "residual", "dsum", "max": anything.
     """
     t, u = (CODES[name] for name in pair)
@@ -163,55 +149,81 @@ _ACROSS = [(length, inner) for length in (3, 9, *(2**k for k in range(6, 15)), 6
 _TWO_AXES = (33, 48, 501, 512, 4001, 4096)
 
 
-def _sums(has: dict[str, Any]) -> tuple[int, ...]:
-    """In how many chunks sums are taken: few make few blocks; unaligned rows take some kernels in eight only."""
-    return (2, 8) if "dscale" in has or "dbias" in has else (0,)
-
-
-def row_cases() -> Iterator[Case]:
-    """Calls of the row ops."""
+def row_calls() -> Iterator[frames.Call]:
+    """Calls of the row ops on few rows: of all pairs of dtypes, options that lie as x does and others, several axes."""
     for handler, pair in itertools.product(HANDLERS, PAIRS):
 
-        def case(shape_of, axes, has, chunks, columns, *, grows=False, path="", handler=handler, pair=pair) -> Case:
-            least = 4 if columns < 10000 else 2
-            # As many rows as let every block of a GPU, or of the sums' chunks, take several at a time.
-            several = chunks * 6 * (32 if columns <= 512 else 8) if chunks else _ROWS
-            most = max(min(several, _ELEMENTS // columns), least) if grows else least
-            return Case(lambda rows: row_call(handler, pair, shape_of(rows), axes, has, chunks), least, most, path)
+        def call(shape, axes, has, chunks=0, handler=handler, pair=pair) -> frames.Call:
+            return row_call(handler, pair, shape, axes, has, chunks)
+
+        def sums(has) -> tuple[int, ...]:
+            return (2,) if "dscale" in has or "dbias" in has else (0,)
 
         for has in _options(handler, (0,), (1,)):
-            for columns, chunks in itertools.product(_COLUMNS, _sums(has)):
-                yield case(lambda rows, n=columns: (rows, n), (1,), has, chunks, columns, grows=True)
-            for columns in (40, 41) if "dscale" in has or "dbias" in has else ():  # sums over few rows
-                yield case(lambda rows, n=columns: (rows, n), (1,), has, 1, columns)
+            for columns, chunks in itertools.product(_COLUMNS, sums(has)):
+                yield call((4 if columns < 10000 else 2, columns), (1,), has, chunks)
+            for columns in (40, 41) if sums(has)[0] else ():  # sums over few rows
+                yield call((4, columns), (1,), has, 1)
         has, *_ = _options(handler, (0, 2), (1,))
         for length, inner in ((700, 32), (2100, 68), (2100, 3)):
-            yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has | {"parts": 3}, 1, length, path="parts")
+            yield call((2, length, inner), (1,), has | {"parts": 3}, 1)
         has, *_ = _options(handler, (0,), (1,))
         for columns in (12288, 12289):
-            yield case(lambda _, n=columns: (2, n), (1,), has | {"parts": 3}, 1, columns, path="parts")
+            yield call((2, columns), (1,), has | {"parts": 3}, 1)
         has, *_ = _options(handler, (1,), (0, 2))
-        yield case(lambda _: (100, 2, 91), (0, 2), has | {"parts": 3}, 1, 9100, path="parts")
+        yield call((100, 2, 91), (0, 2), has | {"parts": 3}, 1)
         for has in _options(handler, (0, 2), (1,)):
-            for (length, inner), chunks in itertools.product(_ACROSS, _sums(has)[:1]):
-                yield case(lambda _, n=length, i=inner: (2, n, i), (1,), has, chunks, length)
+            for (length, inner), chunks in itertools.product(_ACROSS, sums(has)):
+                yield call((2, length, inner), (1,), has, chunks)
         for has in _options(handler, (0, 2), (1, 3)):
-            for last, chunks in itertools.product(_TWO_AXES, _sums(has)):
-                yield case(lambda rows, n=last: (1, 2, rows, n), (1, 3), has, chunks, 2 * last, grows=chunks > 0)
+            for last, chunks in itertools.product(_TWO_AXES, sums(has)):
+                yield call((1, 2, 4, last), (1, 3), has, chunks)
         for has in _options(handler, (0, 2, 4), (1, 3)):
-            for (last, inner), chunks in itertools.product([(33, 32), (33, 33), (600, 32), (600, 33)], _sums(has)[:1]):
-                yield case(lambda _, n=last, i=inner: (1, 2, 2, n, i), (1, 3), has, chunks, 2 * last)
+            for (last, inner), chunks in itertools.product([(33, 32), (33, 33), (600, 32), (600, 33)], sums(has)):
+                yield call((1, 2, 2, last, inner), (1, 3), has, chunks)
         if pair in (("f32", "f32"), ("bf16", "bf16")):
             for has in _options(handler, (1,), (2,)):
                 grouped = has | {name: (0,) for name in ("dscale", "dbias") if name in has}
                 for columns in (64, 127, 1000, 4096) if grouped != has else ():
-                    yield case(lambda _, n=columns: (16, 24, n), (2,), grouped, 1, columns, path="groups")
+                    yield call((16, 24, columns), (2,), grouped, 1)
         if handler in ("softmax_fwd", "log_softmax_bwd"):
             for has in _options(handler, (0,), (1,))[1:3]:
-                yield case(lambda _: (300, 256), (1,), has | {"causal": (0, 1)}, 0, 256, path="causal")
+                yield call((300, 256), (1,), has | {"causal": (0, 1)}, 0)
 
 
-def matmul_cases() -> Iterator[Case]:
+def plan_of(call: frames.Call) -> tuple[str, ...]:
+    """What distinguishes the kernels of a call of a row op: its handler, dtypes, options and plan."""
+    kernel = _kernel.KERNELS[call.handler]
+    attributes = dict(call.attributes)
+    has = tuple(name[4:] for name in attributes if name.startswith("has_") and attributes[name] and name != "has_parts")
+    has += tuple(slot.name for slot in kernel.results if slot.given)
+    params = {name: value for name, value in attributes.items() if not name.startswith("has_") and name != "epsilon"}
+    axes = tuple(int(a) for a in params.pop("axes"))
+    first, last = call.operands[0], call.results[0]
+    grouped = tuple(a for a, d in enumerate(last.shape) if a not in axes and d > 1)
+    kept: tuple[int, ...] = ()
+    if summed := [r for r in call.results[1:] if len(r.shape) == len(first.shape)]:
+        kept = tuple(a for a in grouped if summed[-1].shape[a] == first.shape[a])
+    avals = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in call.operands]
+    numbers = {name: int(value) for name, value in params.items()}
+    plan = kernel.plan(*avals, axes=axes, kept=kept, has=has, dtype=last.dtype, **numbers)
+    dtypes = sorted({str(b.dtype) for b in (first, last)})
+    kind = dtypes[0] if dtypes in (["bfloat16"], ["float32"], ["float64"]) else "any"
+    split = "parts" if attributes.get("has_parts") else ""
+    # Threads and blocks are numbers that a kernel is told: any will do.
+    of_kernel = (plan["kernel"], plan["packs"], plan["elements"], plan["layout"], plan["cluster"] > 1)
+    return (call.handler, kind, " ".join(sorted(has)), str(numbers), *map(str, of_kernel), split)
+
+
+def distinct_calls() -> list[frames.Call]:
+    """One call for each plan of each row kernel with each set of options, on as few rows as `row_calls` has."""
+    found: dict[tuple[str, ...], frames.Call] = {}
+    for call in row_calls():
+        found.setdefault(plan_of(call), call)
+    return [*found.values()]
+
+
+def matmul_calls() -> Iterator[frames.Call]:
     """Calls of matmul, of more tiles than a GPU has multiprocessors where blocks take several, and of its backward."""
     tiles = [(name, tile) for name, found in choices.TILES.items() for tile in found]
     operands = {
@@ -222,8 +234,7 @@ def matmul_cases() -> Iterator[Case]:
         "f8 fast": [(a, b, 11) for a, b in itertools.product((19, 20), repeat=2)],
     }
 
-    def fixed(*args, path="", **options) -> Case:
-        return Case(lambda _: matmul_call(*args, **options), path=path)
+    fixed = matmul_call
 
     for name, tile in tiles:
         m, n = 11 * tile.rows - 8, 30 * tile.columns - 8
@@ -231,30 +242,28 @@ def matmul_cases() -> Iterator[Case]:
             for transposed in itertools.product((False, True), repeat=2) if name == "16bit" else [(False, False)]:
                 yield fixed(name, tile, dtypes, (m, n, 256), transposed=transposed)
                 if name == "16bit" and tile.stores_any_rows:
-                    yield fixed(
-                        name, tile, dtypes, (298, 518, 250), transposed=transposed, copies=(0, 0), path="pieces"
-                    )
+                    yield fixed(name, tile, dtypes, (298, 518, 250), transposed=transposed, copies=(0, 0))
                 if tile.parts > 1:
-                    yield fixed(name, tile, dtypes, (296, 520, 512), transposed=transposed, splits=2, path="split")
+                    yield fixed(name, tile, dtypes, (296, 520, 512), transposed=transposed, splits=2)
             if tile.stores_any_rows and not tile.turned:
                 copies = (0, 1) if name == "16bit" else None
-                yield fixed(name, tile, dtypes, (300, 519, 512), copies=copies, path="any rows")
+                yield fixed(name, tile, dtypes, (300, 519, 512), copies=copies)
         if tile == choices.TILES[name][0]:
             for dtypes in operands[name]:
-                yield fixed(name, tile, dtypes, (32, 64, 2048), splits=4, partials=True, path="parts")
+                yield fixed(name, tile, dtypes, (32, 64, 2048), splits=4, partials=True)
                 if name != "f32":
                     wide = (*dtypes[:2], 11)
-                    yield fixed(name, tile, wide, (32, 64, 2048), splits=4, partials=True, path="parts")
+                    yield fixed(name, tile, wide, (32, 64, 2048), splits=4, partials=True)
     for tile, dtypes in itertools.product(choices.FEW_ROWS_TILES, ((16, 16, 16), (10, 10, 10), (16, 16, 11))):
         size = (tile.rows, 150 * tile.columns - 8, 264)
-        yield fixed("16bit", tile, dtypes, size, transposed=(False, tile.rhs_transposed), path="few rows")
-    yield fixed("16bit", choices.TILES["16bit"][1], (16, 16, 16), (65, 127, 129), path="copy", copies=(1, 1))
+        yield fixed("16bit", tile, dtypes, size, transposed=(False, tile.rhs_transposed))
+    yield fixed("16bit", choices.TILES["16bit"][1], (16, 16, 16), (65, 127, 129), copies=(1, 1))
     general = [(16, 16, 16), (16, 16, 11), (10, 10, 10), (10, 10, 11), (11, 11, 11)]
     for dtypes, transposed in itertools.product(general, itertools.product((False, True), repeat=2)):
         for size in ((296, 264, 200), (299, 263, 201)):
             yield fixed("16bit", None, dtypes, size, transposed=transposed, copies=(0, 0))
     for dtype, columns, dbias in itertools.product(("f32", "bf16", "f16"), (264, 263), (False, True)):
-        yield Case(lambda _, code=CODES[dtype], n=columns, dbias=dbias: epilogue_call(code, (2, 300, n), dbias))
+        yield epilogue_call(CODES[dtype], (2, 300, columns), dbias)
 
 
 def epilogue_call(code: int, shape: tuple[int, int, int], dbias: bool) -> frames.Call:
@@ -303,7 +312,7 @@ def attention_call(
     return frames.Call(handler, tuple(operands), (*results, frames.Operand((words,), int32)), attributes)
 
 
-def attention_cases() -> Iterator[Case]:
+def attention_calls() -> Iterator[frames.Call]:
     """Calls of attention: of every tile, with general scores and without, and of few queries."""
     for handler, name, depth in itertools.product(
         ("attention_fwd", "attention_bwd"), ("bf16", "f16"), (64, 128, 192, 256)
@@ -311,14 +320,32 @@ def attention_cases() -> Iterator[Case]:
         code = CODES[name]
         bias = ("bias", *(["dbias"] if handler == "attention_bwd" else []))
         for has in ((), ("causal", "mask"), ("segments", "sinks"), ("causal", "cap", *bias), ("key_value_lengths",)):
-            yield Case(lambda _, h=handler, c=code, d=depth, o=has: attention_call(h, c, d, o), path=" ".join(has))
+            yield attention_call(handler, code, depth, has)
         if handler == "attention_fwd":
-            few = functools.partial(attention_call, handler, code, depth, ("key_value_lengths",), (3, 1000))
-            yield Case(lambda _, few=few: few(), path="few queries")
+            yield attention_call(handler, code, depth, ("key_value_lengths",), (3, 1000))  # few queries
             if depth == 64:
-                many = functools.partial(attention_call, handler, code, depth, (), (2056, 392))
-                yield Case(lambda _, many=many: many(), path="many queries")
+                yield attention_call(handler, code, depth, (), (2056, 392))  # many queries
 
 
-def every_case() -> list[Case]:
-    return [*matmul_cases(), *attention_cases(), *row_cases()]
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Makes a part of the calls on a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", type=int, default=0)
+    parser.add_argument("--parts", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e6, help="begin no more calls when they are over")
+    parser.add_argument("--rows-only", action="store_true", help="without matmul's and attention's")
+    options = parser.parse_args(arguments)
+    calls = distinct_calls() + ([] if options.rows_only else [*attention_calls(), *matmul_calls()])
+    calls = calls[options.part :: options.parts]
+    memory, rng = frames.Device(), np.random.default_rng(0)
+    start, done = time.monotonic(), 0
+    for call in calls:
+        if time.monotonic() - start > options.seconds:
+            break
+        frames.run("cuda", memory, call, frames.draw(call, rng), fill=None)
+        done += 1
+    print(f"ran {done} of {len(calls)} calls", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,451 @@
+// How rows are worked on: which kernel, and its numbers, from their shape, dtype and device alone. Host code without
+// CUDA: tests enumerate it, jaxops.explain prints it, and Python takes the sizes of workspaces from it.
+#ifndef JAXOPS_ROWS_PLAN_H_
+#define JAXOPS_ROWS_PLAN_H_
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <string>
+
+#include "rows/tuning.h"
+
+namespace jaxops::rows {
+
+enum class Elements {
+  kBfloat16,
+  kFloat32,
+  kAny,
+  kFloat64
+};  // that a kernel is compiled for; kAny: tensors tell theirs
+enum class Options { kNone, kMasks, kAny };  // of logits: none, all but a bias, any
+
+// How the elements of rows lie.
+enum class Layout {
+  kPlain,    // packs are aligned and each lies in one run of adjacent elements; columns are one axis
+  kShifted,  // columns are one axis, but a row may begin anywhere in a pack
+  kGeneral   // several column axes, or broadcast operands whose elements for a pack lie apart
+};
+
+// What rows of an op are.
+struct RowProblem {
+  int64_t rows = 1, columns = 1;
+  Elements elements = Elements::kFloat32;
+  bool across = false;          // neighbouring rows' elements are adjacent, not those of a row
+  bool packs = true;            // packs lie as Layout::kPlain says
+  bool aligned_packs = true;    // x's packs are aligned
+  bool single_elements = true;  // single elements lie as Layout::kPlain says
+  bool one_axis = true;         // of columns
+  bool one_row_axis = true;     // and of rows: kernels of few packs know no more
+  bool alike = true;            // blocks may stay: nothing but x and results depends on the row
+  int inputs = 1;               // tensors that are held
+  int parameters = 0;           // that all rows share
+  Options options = Options::kNone;
+  bool as_f32 = false;  // the body holds f32 copies of its packs
+  int sums = 0;         // over rows, that a thread keeps for each of its columns
+};
+
+// The kinds of kernels.
+enum class Kernel {
+  kWarpRows,        // lanes of a warp hold a row
+  kBlockRows,       // a block does
+  kClusterRows,     // the blocks of a cluster do
+  kStreamedRows,    // a block reads a row again in each pass
+  kPersistentRows,  // blocks stay, and fetch rows ahead
+  kStagedRows,      // the same of unaligned rows
+  kTileRows,        // rows across, held
+  kStreamedTiles,   // and read again
+  kNone
+};
+
+struct RowPlan {
+  Kernel kernel = Kernel::kNone;
+  Layout layout = Layout::kPlain;
+  bool elements = false;  // single elements, not packs
+  int packs = 0;          // a thread holds
+  int lanes = 1;          // threads of a row, in a block
+  int cluster = 1;        // blocks of a row
+};
+
+constexpr const char* NameOf(Kernel kernel) {
+  switch (kernel) {
+    case Kernel::kWarpRows:
+      return "WarpRows";
+    case Kernel::kBlockRows:
+      return "BlockRows";
+    case Kernel::kClusterRows:
+      return "ClusterRows";
+    case Kernel::kStreamedRows:
+      return "StreamedRows";
+    case Kernel::kPersistentRows:
+      return "PersistentRows";
+    case Kernel::kStagedRows:
+      return "StagedRows";
+    case Kernel::kTileRows:
+      return "TileRows";
+    case Kernel::kStreamedTiles:
+      return "StreamedTiles";
+    default:
+      return "no kernel";
+  }
+}
+// The plan that a developer tries in place of the chosen one, in the chosen layout; kNone: none (benchmarks/sweep.py).
+inline RowPlan tried_plan;
+inline RowPlan TriedOr(RowPlan plan) {
+  if (tried_plan.kernel == Kernel::kNone || plan.kernel == Kernel::kNone) return plan;
+  RowPlan tried = tried_plan;
+  tried.layout = plan.layout;
+  tried.elements = plan.elements;
+  return tried;
+}
+
+// As jaxops.explain prints it: "BlockRows, 64 lanes x 8 packs".
+inline std::string Describe(const RowPlan& plan) {
+  std::string text = NameOf(plan.kernel);
+  text += ", " + std::to_string(plan.lanes) + (plan.lanes == 1 ? " lane" : " lanes");
+  if (plan.packs) text += " x " + std::to_string(plan.packs) + (plan.elements ? " elements" : " packs");
+  if (plan.cluster > 1) text += ", clusters of " + std::to_string(plan.cluster);
+  return text;
+}
+
+// What plans depend on beside the rows.
+struct RowDevice {
+  int capability = 90;           // of the compiled code, as __CUDA_ARCH__ / 10
+  int most_cluster = 16;         // blocks of a cluster
+  int shared_bytes = 211 << 10;  // that a block may have
+};
+
+// Elements of a pack: 16 bytes, or, where tensors tell their dtypes, as many as that has of 16 bits; of rows across at
+// most four, as a thread keeps something for each of its rows.
+constexpr int PackOf(Elements elements, bool across) {
+  return elements == Elements::kFloat64 ? 1 : elements != Elements::kFloat32 && !across ? 8 : 4;
+}
+
+inline constexpr int kWarpThreads = 128;  // of a block whose warps have rows of their own
+inline constexpr int kStreamedLanes = 512, kStreamedTileLanes = 64;
+
+constexpr int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The threads of a block for `packs` packs of a row, so many each: a power of two within a warp, else whole warps.
+constexpr int LanesFor(int64_t packs, int64_t each, bool may_be_warp = true) {
+  const int64_t lanes = std::max<int64_t>(DivideUp(packs, each), 1);
+  if (may_be_warp && lanes <= 32) return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(lanes)));
+  return static_cast<int>(std::max<int64_t>(DivideUp(lanes, 32) * 32, 64));
+}
+
+// The ladders of an op.
+constexpr Ladder HeldLadder(Elements elements, int inputs, int parameters, Options options, bool as_f32) {
+  if (options == Options::kMasks) return elements == Elements::kBfloat16 ? Ladder(kMasks16) : Ladder(kMasks32);
+  if (elements == Elements::kAny) return kHeldAny;
+  if (as_f32 || options != Options::kNone) return kHeldAsF32;
+  const bool wide = elements == Elements::kFloat32;
+  if (inputs == 2) return wide ? Ladder(kTwoInputs32) : Ladder(kTwoInputs16);
+  if (parameters == 0) return kOneInput;
+  if (wide) return kWithParameters32;
+  return parameters == 1 ? Ladder(kWithParameter16) : Ladder(kWithTwoParameters16);
+}
+constexpr Ladder ShiftedLadder(Elements elements, int inputs) {
+  if (elements == Elements::kAny) return kShiftedAny;
+  return inputs == 1 ? Ladder(kShiftedOneInput) : Ladder(kShiftedTwoInputs);
+}
+constexpr Ladder ElementsLadder(Elements elements, Options options, bool as_f32) {
+  if (options != Options::kNone) return kSinglesWithOptions;
+  return elements == Elements::kAny && !as_f32 ? Ladder(kShortestSingles) : Ladder(kSingles);
+}
+constexpr Ladder AcrossLadder(bool elements, Elements of, Options options, int inputs, int parameters) {
+  if (elements) return kAcrossElements;
+  if (of == Elements::kAny || options != Options::kNone) return kAcrossAny;
+  if (inputs == 1 && parameters) return kAcrossWithParameters;
+  if (inputs == 1) return of == Elements::kBfloat16 ? Ladder(kAcrossOneInput16) : Ladder(kAcrossOneInput32);
+  return of == Elements::kBfloat16 ? Ladder(kAcrossTwoInputs16) : Ladder(kAcrossTwoInputs32);
+}
+constexpr Ladder SumsLadder(Elements elements, bool single) {
+  if (single) return kSumsOfElements;
+  return elements == Elements::kAny        ? Ladder(kSumsOfAny)
+         : elements == Elements::kBfloat16 ? Ladder(kSums16)
+                                           : Ladder(kSums32);
+}
+constexpr Ladder PersistentLadder(Elements elements, int parameters) {
+  if (parameters == 0) return kPersistent;
+  return elements == Elements::kBfloat16 ? Ladder(kPersistentWithParameters16) : Ladder(kPersistentWithParameters32);
+}
+constexpr Ladder StagedLadder(Elements elements, int parameters, bool sums) {
+  if (sums && elements == Elements::kFloat32) return kStagedSums32;
+  return sums || parameters ? Ladder(kStaged) : Ladder(kStagedAlone);
+}
+
+// Whether a step of a ladder runs a kernel of `packs` packs in a warp, a block or a cluster: what is compiled.
+constexpr bool Names(Ladder ladder, Kernel kernel, int packs) {
+  int64_t before = 0;
+  for (const Step& step : ladder) {
+    const bool warp = step.cluster == 1 && LanesFor(before + 1, step.packs) <= 32;
+    const bool block = step.cluster == 1 && LanesFor(step.length, step.packs) > 32;
+    if (step.packs == packs) {
+      if (kernel == Kernel::kWarpRows && warp) return true;
+      if (kernel == Kernel::kBlockRows && block) return true;
+      if (kernel == Kernel::kClusterRows && step.cluster > 1) return true;
+    }
+    before = step.length;
+  }
+  return false;
+}
+constexpr bool HasPacks(Ladder ladder, int packs) {
+  return std::ranges::any_of(ladder, [=](const Step& step) { return step.packs == packs && step.lanes == 0; });
+}
+
+// The first step that holds a row; none where it is a cluster's and the device has no such.
+constexpr const Step* StepFor(Ladder ladder, int64_t length, const RowDevice& device, int more_than = 0) {
+  for (const Step& step : ladder)
+    if (length <= step.length && step.cluster <= device.most_cluster && step.packs > more_than) return &step;
+  return nullptr;
+}
+
+// A row of so many packs (elements) by a ladder; kNone if it has no step for it.
+constexpr RowPlan PlanHeld(Ladder ladder, int64_t length, bool elements, const RowDevice& device, int more_than = 0) {
+  const Step* const step = StepFor(ladder, length, device, more_than);
+  if (!step) return {};
+  const int lanes = LanesFor(DivideUp(length, step->cluster), step->packs, step->cluster == 1);
+  const Kernel kernel = step->cluster > 1 ? Kernel::kClusterRows : lanes > 32 ? Kernel::kBlockRows : Kernel::kWarpRows;
+  return {kernel, Layout::kPlain, elements, step->packs, lanes, step->cluster};
+}
+// The same of few rows: as many threads as there are packs, in kernels of two packs.
+constexpr RowPlan PlanFew(int64_t length, int packs, bool elements) {
+  const int lanes = LanesFor(length, elements ? packs / 2 : 1);
+  return {lanes > 32 ? Kernel::kBlockRows : Kernel::kWarpRows, Layout::kPlain, elements, packs, lanes, 1};
+}
+constexpr bool HasFewRows(Elements elements, Options options, bool as_f32) {
+  return (elements == Elements::kBfloat16 || elements == Elements::kFloat32) && options == Options::kNone && !as_f32;
+}
+
+constexpr RowPlan PlanAcross(const RowProblem& p, const RowDevice& device) {
+  const int pack = PackOf(p.elements, true);
+  const bool packs = p.packs && pack > 1 && !p.as_f32;
+  const auto tile = [&](bool elements, Layout layout) -> RowPlan {
+    const Step* step =
+        StepFor(AcrossLadder(elements, p.elements, p.options, p.inputs, p.parameters), p.columns, device);
+    const int64_t tiles = DivideUp(p.rows, 8 * (elements ? 1 : pack));
+    // A cluster for rows that are many would have few columns a thread.
+    if (step && elements && step->cluster > 1 && tiles * step->cluster > 4 * kManyBlocks) step = nullptr;
+    if (!step) {
+      const bool few = tiles * kStreamedTileLanes * 8 <= kFewThreads && device.most_cluster >= 16 && p.columns >= 4096;
+      return {Kernel::kStreamedTiles, layout, elements, 0, kStreamedTileLanes, few ? 16 : 1};
+    }
+    const int64_t lanes = DivideUp(DivideUp(p.columns, step->packs * step->cluster), 4) * 4;
+    return {Kernel::kTileRows,
+            layout,
+            elements,
+            step->packs,
+            step->lanes ? step->lanes : static_cast<int>(std::max<int64_t>(lanes, 16)),
+            step->cluster};
+  };
+  const bool tuned = p.elements == Elements::kBfloat16 || p.elements == Elements::kFloat32;
+  if (packs && p.columns <= 16 && p.options == Options::kNone && tuned && p.parameters == 0)
+    return {Kernel::kTileRows, Layout::kPlain, false, 4, static_cast<int>(DivideUp(p.columns, 4)), 1};
+  if (packs) return tile(false, Layout::kPlain);
+  if (p.elements == Elements::kFloat64)
+    return {Kernel::kStreamedTiles, Layout::kGeneral, true, 0, kStreamedTileLanes, 1};
+  const bool plain = p.single_elements;
+  return tile(true, plain ? Layout::kPlain : Layout::kGeneral);
+}
+
+constexpr RowPlan PlanStaged(const RowProblem& p, const RowDevice& device, bool sums) {
+  const Step* const step = StepFor(StagedLadder(p.elements, p.parameters, sums), p.columns, device);
+  if (!step) return {};
+  const int lanes = step->lanes ? step->lanes : std::max(LanesFor(p.columns, step->packs), 8);
+  const int64_t bytes = int64_t{lanes} * step->packs * (p.elements == Elements::kBfloat16 ? 2 : 4) * 3 * p.inputs;
+  if (bytes + 1024 > device.shared_bytes) return {};
+  return {Kernel::kStagedRows, Layout::kPlain, true, step->packs, lanes, step->cluster};
+}
+
+constexpr RowPlan PlanAlong(const RowProblem& p, const RowDevice& device) {
+  const int pack = PackOf(p.elements, false);
+  const bool tuned = p.elements == Elements::kBfloat16 || p.elements == Elements::kFloat32;
+  const int64_t packs = DivideUp(p.columns, pack);
+  RowPlan plan;
+  const auto streamed = [&](Layout layout, bool elements) -> RowPlan {
+    return {Kernel::kStreamedRows, layout, elements, 0, kStreamedLanes, 1};
+  };
+  if (p.packs && pack > 1) {
+    if (tuned && p.alike && p.options == Options::kNone && !p.as_f32) {
+      const int64_t least = p.parameters ? kLeastPersistent[p.parameters == 1] : kLeastPersistentAlone;
+      const int64_t bytes = p.elements == Elements::kFloat32 && p.parameters ? 2 : 1;
+      if (packs > least * bytes) {
+        if (const Step* const step = StepFor(PersistentLadder(p.elements, p.parameters), packs, device)) {
+          const int lanes = LanesFor(DivideUp(packs, step->cluster), step->packs, false);
+          // Fewer rows than one wave of blocks takes would be fetched ahead of nothing.
+          const bool fits = int64_t{lanes} * step->packs * 16 * 3 * p.inputs <= device.shared_bytes;
+          if (fits && p.rows * step->cluster * lanes > 2 * kFewThreads)
+            return {Kernel::kPersistentRows, Layout::kPlain, false, step->packs, lanes, step->cluster};
+        }
+      }
+    }
+    const bool few = p.one_row_axis && HasFewRows(p.elements, p.options, p.as_f32) && packs <= 1024 &&
+                     p.rows * LanesFor(packs, 1) <= kFewThreads;
+    if (few) return PlanFew(packs, kFewPacks[p.inputs - 1], false);
+    plan = PlanHeld(HeldLadder(p.elements, p.inputs, p.parameters, p.options, p.as_f32), packs, false, device,
+                    p.one_row_axis || !tuned || (p.inputs == 2 && p.parameters) ? 0 : 2);
+    if (plan.kernel != Kernel::kNone) return plan;
+    if (p.options == Options::kNone && !p.as_f32) return streamed(Layout::kShifted, false);
+  }
+  const bool alone = p.options == Options::kNone && !p.as_f32;
+  if (p.single_elements && !(p.packs && pack > 1) && (p.elements != Elements::kFloat64 || alone)) {
+    if (HasFewRows(p.elements, p.options, p.as_f32) && p.columns <= 2048 &&
+        p.rows * LanesFor(p.columns, 4) <= kFewThreads) {
+      return PlanFew(p.columns, 8, true);
+    }
+    const bool stays = tuned && p.alike && alone, packed = alone && pack > 1;
+    if (packed && p.columns > kMostElements) {
+      if (!(stays && p.parameters) && (stays || !tuned)) {
+        plan = PlanHeld(ShiftedLadder(p.elements, p.inputs), DivideUp(p.columns + pack - 1, pack), false, device);
+        plan.layout = Layout::kShifted;
+        if (plan.kernel != Kernel::kNone) return plan;
+      }
+      if (stays) {
+        plan = PlanStaged(p, device, false);
+        if (plan.kernel != Kernel::kNone) return plan;
+      }
+    }
+    if (!packed || tuned || p.columns <= kMostElements) {
+      plan = PlanHeld(ElementsLadder(p.elements, p.options, p.as_f32), p.columns, true, device);
+      if (plan.kernel != Kernel::kNone) return plan;
+    }
+    if (packed && p.one_axis) return streamed(Layout::kShifted, false);
+  }
+  if (tuned && p.aligned_packs && !p.packs && packs <= kSeveralAxes[0].length && alone)
+    return {Kernel::kBlockRows,
+            Layout::kGeneral,
+            false,
+            kSeveralAxes[0].packs,
+            LanesFor(packs, kSeveralAxes[0].packs, false),
+            1};
+  if (p.columns <= kSingles[0].length && p.elements != Elements::kFloat64)
+    return {Kernel::kBlockRows, Layout::kGeneral, true, 8, LanesFor(p.columns, 8, false), 1};
+  return streamed(Layout::kGeneral, true);
+}
+
+// The most registers of a kernel of staged rows.
+constexpr int StagedRegisters(bool sums, int inputs, int parameters, int packs) {
+  return kStagedRegisters[sums ? 3 : parameters ? 2 : inputs - 1][packs < 33 ? 0 : packs == 33 ? 1 : 2];
+}
+// How many elements of a thread lie in every row, in every block: its first, which are read without a question. More
+// if the threads follow the length.
+constexpr int SureElements(int packs, bool fixed) { return !fixed ? packs / 2 : packs == 33 ? 12 : 14; }
+
+// A kernel of packs with sums over rows: its most registers, the rows in shared memory (fetched ahead, all but one),
+// and whether it keeps parameters there, too, because they do not fit into registers beside the sums.
+struct SumsKernel {
+  int registers, stages;
+  bool shared;
+};
+constexpr SumsKernel SumsKernelOf(Elements elements, Kernel kernel, int packs, int sums) {
+  const bool tuned = elements == Elements::kBfloat16 || elements == Elements::kFloat32;
+  const bool wide = elements == Elements::kFloat32, cluster = kernel == Kernel::kClusterRows;
+  const bool shared = packs * PackOf(elements, false) * (sums + 1) > 128;
+  const int registers = packs == 2 ? kSumRegisters[wide] : cluster ? kSumClusterRegisters : kSumWideRegisters[wide];
+  const int stages = !tuned || shared || (packs > 2 && !cluster) ? 2 : cluster && packs <= 4 ? 4 : 3;
+  return {registers, stages, shared};
+}
+
+// The plan of rows without sums over them.
+constexpr RowPlan PlanRows(const RowProblem& problem, const RowDevice& device = {}) {
+  return problem.across ? PlanAcross(problem, device) : PlanAlong(problem, device);
+}
+
+// What kernels with sums over rows take of shared memory: the rows that are fetched, or, as much if that is more, the
+// sums of the rows that a block has at once.
+constexpr int64_t SharedBytesOf(const RowProblem& p, const RowPlan& plan) {
+  const bool warp = plan.kernel == Kernel::kWarpRows || (plan.lanes <= 32 && plan.cluster == 1);
+  const int64_t places = int64_t{warp ? kWarpThreads : plan.lanes} * plan.packs;  // a pack's, an element's
+  const int64_t element = p.elements == Elements::kBfloat16 ? 2 : 4;
+  if (plan.kernel == Kernel::kStagedRows) return (places + 32) * element * 3 * p.inputs;
+  const int64_t width = plan.elements ? 1 : PackOf(p.elements, false);
+  const int64_t of_teams = warp ? places * width * 4 * p.sums : 0;
+  if (plan.elements) return of_teams;
+  const SumsKernel kernel = SumsKernelOf(p.elements, plan.kernel, plan.packs, p.sums);
+  const int64_t vectors = p.elements == Elements::kAny ? 2 : 1;  // of a pack: it may have elements of 32 bits
+  const int64_t parameters = kernel.shared ? p.parameters * width / 4 : 0;
+  return std::max(places * 16 * (p.inputs * kernel.stages * vectors + parameters), of_teams);
+}
+
+// The same with sums over the rows; kNone: they take another kernel.
+constexpr RowPlan PlanSums(const RowProblem& p, const RowDevice& device = {}) {
+  const int pack = PackOf(p.elements, false);
+  const bool tuned = p.elements == Elements::kBfloat16 || p.elements == Elements::kFloat32;
+  if (p.packs && pack > 1) {
+    const int64_t packs = DivideUp(p.columns, pack);
+    const Step* step = StepFor(SumsLadder(p.elements, false), packs, device);
+    if (!step) return {};
+    for (int cluster = step->cluster;; cluster *= 2) {
+      const int lanes = LanesFor(DivideUp(packs, cluster), step->packs, cluster == 1);
+      const Kernel kernel = cluster > 1 ? Kernel::kClusterRows : lanes > 32 ? Kernel::kBlockRows : Kernel::kWarpRows;
+      const RowPlan plan = {kernel, Layout::kPlain, false, step->packs, lanes, cluster};
+      if (SharedBytesOf(p, plan) <= device.shared_bytes) return plan;
+      if (cluster == 1 || cluster * 2 > device.most_cluster) return {};
+    }
+  }
+  if (tuned && p.single_elements && p.columns > 64) {
+    const RowPlan plan = PlanStaged(p, device, true);
+    if (plan.kernel != Kernel::kNone) return plan;
+  }
+  RowPlan plan = PlanHeld(kSumsOfElements, p.columns, true, device);
+  plan.layout = p.single_elements && p.elements != Elements::kFloat64 ? Layout::kPlain : Layout::kGeneral;
+  return plan;
+}
+
+// Long rows, for so few of them, are split into segments, runs of their columns, for blocks that do not wait for each
+// other (rows/segments.cuh). All segments but the last have a multiple of so many columns, whole runs of packs for
+// every thread, and a block has so many rows.
+struct SegmentShape {
+  int64_t multiple, rows;
+};
+constexpr SegmentShape SegmentsOf(bool across, bool elements) {
+  return !across ? SegmentShape{4096, 1} : elements ? SegmentShape{1024, 4} : SegmentShape{256, 64};
+}
+
+// Into how many segments at most; 0: they are not split, as they are not worth a second reading. About two waves of an
+// H200's blocks, of which each of 132 multiprocessors holds 2, or 4. column_axes: how many axes columns lie along;
+// mixed: the dtypes of x and the result differ. Nothing but the operands decides, so that results do not depend on the
+// device.
+constexpr int64_t PlanSegments(int64_t rows, int64_t columns, bool across, bool adjacent_packs, bool several_axes,
+                               int itemsize, bool mixed, bool backward) {
+  if (rows == 0) return 0;
+  const bool elements = mixed || !adjacent_packs;
+  const SegmentShape shape = SegmentsOf(across, elements);
+  int64_t wanted = 528 / rows;
+  if (across) {
+    const int64_t tiles = DivideUp(rows, shape.rows);
+    wanted = std::min(std::max<int64_t>(1056 / tiles, 1), std::max<int64_t>(64, 192 / tiles));
+    const int64_t longest = elements ? kLongestElements : kLongestAcross[itemsize > 2][backward];
+    if (columns <= longest || wanted < (elements ? 2 : 1)) return 0;
+  } else {
+    const int64_t longest = several_axes ? kLongestAxes : mixed ? kLongestMixed : kLongestBytes[backward] / itemsize;
+    if (columns <= longest || wanted < 4) return 0;
+  }
+  return DivideUp(columns, DivideUp(columns, wanted * shape.multiple) * shape.multiple);
+}
+
+// How many clusters of blocks an H200 holds at once. Those of 4 or more leave multiprocessors without any.
+constexpr int64_t ClustersAtOnce(int threads, int registers, int64_t shared_bytes, int cluster) {
+  constexpr int64_t kRegisters = 65536, kThreads = 2048, kShared = 228 << 10, kOwnShared = 5 << 10;  // of a block
+  const int64_t blocks = std::min({kRegisters / (int64_t{threads} * DivideUp(registers, 8) * 8), kThreads / threads,
+                                   kShared / (shared_bytes + kOwnShared)});
+  const int64_t multiprocessors = cluster <= 2 ? 132 : cluster <= 8 ? 120 : 112;
+  return std::max<int64_t>(multiprocessors * blocks / cluster, 1);
+}
+
+// Into how many chunks the rows of a call are best divided for sums over them: each is a block's or a cluster's, and
+// all are worked on at once.
+inline int64_t PlanChunks(const RowProblem& p) {
+  const RowPlan plan = p.across ? RowPlan{} : TriedOr(PlanSums(p));
+  if (plan.kernel == Kernel::kNone) return std::clamp<int64_t>((1 << 20) / std::max<int64_t>(p.columns, 1), 7, 264);
+  const bool warp = plan.cluster == 1 && plan.lanes <= 32;
+  const int registers = plan.kernel == Kernel::kStagedRows ? StagedRegisters(true, p.inputs, p.parameters, plan.packs)
+                        : plan.elements ? kSumElementRegisters
+                                        : SumsKernelOf(p.elements, plan.kernel, plan.packs, p.sums).registers;
+  return ClustersAtOnce(warp ? kWarpThreads : plan.lanes, registers, SharedBytesOf(p, plan), plan.cluster);
+}
+
+}  // namespace jaxops::rows
+
+#endif  // JAXOPS_ROWS_PLAN_H_
