@@ -94,7 +94,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     Held<T> x;
     PerRow<A> factor;
     __device__ auto operator()(int pack, int) const {
-      return [values = x.packs[pack], by = factor.value[0]](int i) { return values.template Widen<A>(i) * by; };
+      return [values = x.packs[pack], by = factor.value[0]](int i) { return Product(values.template Widen<A>(i), by); };
     }
   };
 

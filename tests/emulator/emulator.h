@@ -129,6 +129,8 @@ inline float __uint_as_float(uint32_t bits) {
 }
 inline float __log2f(float x) { return std::log2(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

@@ -201,7 +201,7 @@ struct LogitsOptions {
   __device__ auto Load(const Row& row, const Source& x) const {
     using T = ElementOf<Source>;
     constexpr A kMasked = -std::numeric_limits<A>::infinity();
-    const auto logit = [](A value, bool seen, A s, A b) { return seen ? value * s + b : kMasked; };
+    const auto logit = [](A value, bool seen, A s, A b) { return seen ? rows::ProductPlus(value, s, b) : kMasked; };
     if constexpr (kNone) {
       return std::pair(row.template Load<0>(x, T(kMasked)), Visible(row));
     } else if constexpr (!kKept && kByWords<T, Row>) {
@@ -279,7 +279,8 @@ struct LogitsOptions {
           using Element = typename std::remove_cvref_t<decltype(biases.packs[pack])>::Element;
           biases.packs[pack] = seen.Halves(pack).Choose(biases.packs[pack], Element(0.0f));
         }
-        return Row::KeepAll(rows::Map([](A value, A s, A b) { return value * s + b; }, raw, factor, biases));
+        return Row::KeepAll(
+            rows::Map([](A value, A s, A b) { return rows::ProductPlus(value, s, b); }, raw, factor, biases));
       });
     }
   }
