@@ -18,6 +18,7 @@ static nb::dict PlanRows(int64_t row_count, int64_t columns, const std::string& 
       .rows = row_count,
       .columns = columns,
       .elements = elements == "bfloat16"  ? Elements::kBfloat16
+                  : elements == "float16" ? Elements::kFloat16
                   : elements == "float32" ? Elements::kFloat32
                   : elements == "float64" ? Elements::kFloat64
                                           : Elements::kAny,
@@ -46,6 +47,7 @@ static nb::dict PlanRows(int64_t row_count, int64_t columns, const std::string& 
   out["lanes"] = plan.lanes;
   out["cluster"] = plan.cluster;
   out["elements"] = plan.elements;
+  out["any_dtype"] = plan.any;
   out["layout"] = plan.layout == rows::Layout::kPlain     ? "plain"
                   : plan.layout == rows::Layout::kShifted ? "shifted"
                                                           : "general";

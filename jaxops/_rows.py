@@ -328,7 +328,7 @@ class RowKernel(Kernel):
         masked = "where" in has
         kinds = {np.dtype(value.dtype).name for slot, value in buffers if slot.kind == "full"}
         elements = kinds.pop() if len(kinds) == 1 and (logits or not masked) else "any"
-        elements = elements if elements in ("bfloat16", "float32", "float64") else "any"
+        elements = elements if elements in ("bfloat16", "float16", "float32", "float64") else "any"
         # Runs of axes of rows and of columns, the innermost last; rows lie across if theirs is the last one.
         sizes = [(a in axes, d) for a, d in enumerate(x.shape) if d != 1]
         runs = [
@@ -346,7 +346,8 @@ class RowKernel(Kernel):
         options = 0
         if logits:
             masks = masked or "scale" in has or attributes["query_axis"] >= 0 or attributes.get("masked", False)
-            alone = not self.name.endswith("_bwd") and elements != "any"  # there are kernels for masks alone
+            # There are kernels for masks alone.
+            alone = not self.name.endswith("_bwd") and elements not in ("any", "float16")
             options = 2 if "bias" in has or (masks and not alone) else int(masks)
         inputs = sum(slot.kind == "full" and slot.condition is None for slot in self.operands)
         summed = [slot for slot in self.results if slot.kind == "sum"]

@@ -208,7 +208,7 @@ def plan_of(call: frames.Call) -> tuple[str, ...]:
     numbers = {name: int(value) for name, value in params.items()}
     plan = kernel.plan(*avals, axes=axes, kept=kept, has=has, dtype=last.dtype, **numbers)
     dtypes = sorted({str(b.dtype) for b in (first, last)})
-    kind = dtypes[0] if dtypes in (["bfloat16"], ["float32"], ["float64"]) else "any"
+    kind = "any" if len(dtypes) > 1 or plan["any_dtype"] else dtypes[0]
     split = "parts" if attributes.get("has_parts") else ""
     # Threads and blocks are numbers that a kernel is told: any will do.
     of_kernel = (plan["kernel"], plan["packs"], plan["elements"], plan["layout"], plan["cluster"] > 1)

@@ -89,15 +89,14 @@ struct Pair {
 };
 
 // Calls visit.operator()<T>() -> Error for the dtypes of an op's input and its result, which are equal, or one of them
-// f32 (jaxops/_rows.py reduces other pairs to these): bf16, f32 and f64 have kernels of their own, other pairs
-// AnyFloat.
+// f32 (jaxops/_rows.py reduces other pairs to these): AnyFloat if they differ.
 template <class Visit>
 Error VisitDtype(const char* handler, DataType input, DataType output, const Visit& visit) {
   if (input == output) {
     if (input == DataType::BF16) return visit.template operator()<__nv_bfloat16>();
     if (input == DataType::F32) return visit.template operator()<float>();
     if (input == DataType::F64) return visit.template operator()<double>();
-    if (input == DataType::F16) return visit.template operator()<AnyFloat>();
+    if (input == DataType::F16) return visit.template operator()<__half>();
   } else if (input == DataType::F32 || output == DataType::F32) {
     const DataType other = input == DataType::F32 ? output : input;
     if (other == DataType::BF16 || other == DataType::F16) return visit.template operator()<AnyFloat>();

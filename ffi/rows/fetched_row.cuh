@@ -33,7 +33,7 @@ class FetchedRow : public Base {
   static constexpr int kV = Base::kV;
   static constexpr bool kFetches = kV > 1;
   // Packs beyond the columns: zeros are copied each time, which takes no branches, or stay from the beginning.
-  // TUNING.md has which is faster.
+  // Kernels that fetch several rows ahead copy the zeros: it was faster.
   static constexpr bool kFetchesZeros = Base::kPadded && P::kAhead;
   static constexpr int kVectors = kV * static_cast<int>(sizeof(A)) / 16;  // of a parameter's pack
   static constexpr int kPlaces = Base::kHeldPacks * P::kPackVectors;      // of a stage: vectors
@@ -192,7 +192,7 @@ class FetchedRow : public Base {
 // elements of kBytes each, and read one by one: see StagedRow. kKept: the row's values are kept in registers.
 template <class P, int kBytes_, int kStages_, bool kKept_ = true>
 struct Staged : P {
-  static constexpr int kBytes = kBytes_, kStages = kStages_, kSure = SureElements(P::kPacks, P::kLanes > 0);
+  static constexpr int kBytes = kBytes_, kStages = kStages_, kSure = SureElements(P::kPacks);
   static constexpr bool kStaged = true, kKept = kKept_;
   static constexpr bool kAhead = P::kClusters && kStages > 2;
 };

@@ -130,7 +130,7 @@ __host__ __device__ constexpr int64_t StagedColumns(int64_t columns, int cluster
 
 // What a kernel knows of the first kSlots layouts of its rows, for at most kRowAxes and kColumnAxes axes: few in most
 // kernels, because a launch takes longer the more parameters it has. kCopied: rows have it by value. Behind a reference
-// some loops over rows read it from memory for each row; by value it takes registers. TUNING.md has which is faster.
+// some loops over rows read it from memory for each row; by value it takes registers.
 template <int kSlots_, int kRowAxes_, int kColumnAxes_, bool kCopied_ = false>
 struct Geometry {
   static constexpr bool kCopied = kCopied_;

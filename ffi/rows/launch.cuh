@@ -14,6 +14,7 @@ template <class T>
 inline constexpr Elements kElementsOf = std::is_same_v<T, double>          ? Elements::kFloat64
                                         : std::is_same_v<T, float>         ? Elements::kFloat32
                                         : std::is_same_v<T, __nv_bfloat16> ? Elements::kBfloat16
+                                        : std::is_same_v<T, __half>        ? Elements::kFloat16
                                                                            : Elements::kAny;
 template <class T>
 inline constexpr bool kTuned = kElementsOf<T> == Elements::kBfloat16 || kElementsOf<T> == Elements::kFloat32;
@@ -96,7 +97,7 @@ class Launcher {
   static constexpr int kPack = PackOf(kElementsOf<T>, false), kPackAcross = PackOf(kElementsOf<T>, true);
   static constexpr int kFew = kFewPacks[Op::kInputs - 1];
   // Whether these are the kernels for single elements that lie anyhow, which are for all dtypes.
-  static constexpr bool kAnywhere = !kTuned<T>;
+  static constexpr bool kAnywhere = std::is_same_v<T, AnyFloat> || std::is_same_v<T, double>;
   static constexpr Ladder kHeld = HeldLadder(kElementsOf<T>, Op::kInputs, Op::kParameters, Op::kOptions, Op::kAsF32);
 
   Launcher(cudaStream_t stream, const Op& op, cudaError_t* status) : stream_(stream), op_(op), status_(status) {}
@@ -129,9 +130,13 @@ class Launcher {
           return General<kPack, kSeveralAxes[0].packs>(plan, layouts);
         return false;
       }
-      return Ladders<kPack, false, 2, 3, 4, 8>(plan, layouts);
+      return Held(plan, layouts);
     }
     return false;
+  }
+  // Packs of rows that are held.
+  bool Held(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
+    return Ladders<kPack, false, 2, 3, 4, 8>(plan, layouts);
   }
 
   bool Streamed(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
@@ -255,22 +260,19 @@ class Launcher {
   template <bool kSums, class Visit>
   static void VisitStaged(const RowPlan& plan, const Visit& visit) {
     const Sharing sharing = plan.cluster > 1 ? Sharing::kCluster : plan.lanes <= 32 ? Sharing::kWarp : Sharing::kBlock;
-    const auto each = [&]<Sharing kSharing, int kPacks, int kLanes> {
-      constexpr bool kNamed = std::ranges::any_of(
-          StagedTable<kSums>::kLadder, [](const Step& step) { return step.packs == kPacks && step.lanes == kLanes; });
-      if constexpr (kNamed) {
+    const auto each = [&]<Sharing kSharing, int kPacks> {
+      if constexpr (Names(StagedTable<kSums>::kLadder, kKernelOf<kSharing>, kPacks)) {
         constexpr int kLimit = StagedRegisters(kSums, Op::kInputs, Op::kParameters, kPacks);
         if (plan.packs == kPacks && sharing == kSharing)
-          visit.template operator()<rows::Along<kSharing, kPacks, kLimit, kLanes>>();
+          visit.template operator()<rows::Along<kSharing, kPacks, kLimit>>();
       }
     };
-    each.template operator()<Sharing::kWarp, 8, 0>();
-    each.template operator()<Sharing::kWarp, 16, 0>();
-    each.template operator()<Sharing::kWarp, 33, 0>();
-    each.template operator()<Sharing::kBlock, 33, 0>();
-    each.template operator()<Sharing::kCluster, 33, 128>();
-    each.template operator()<Sharing::kCluster, 64, 128>();
-    each.template operator()<Sharing::kCluster, 64, 256>();
+    each.template operator()<Sharing::kWarp, 8>();
+    each.template operator()<Sharing::kWarp, 16>();
+    each.template operator()<Sharing::kWarp, 33>();
+    each.template operator()<Sharing::kBlock, 33>();
+    each.template operator()<Sharing::kCluster, 33>();
+    each.template operator()<Sharing::kCluster, 64>();
   }
 
   template <class P, int kV, Layout kLayout>
@@ -393,6 +395,12 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   const RowProblem problem = ProblemOf<T>(op, packs, elements, shape.across);
   cudaError_t status = cudaErrorInvalidConfiguration;
   const Launcher<T, Op> own(stream, op, &status);
+  if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (Op::kOptions == Options::kNone && !Op::kAsF32) {
+      if (own.Held(TriedOr(PlanHalf(problem, ThisDevice())), packs)) return status;
+    }
+    return LaunchRows<AnyFloat>(stream, single, single, shape);
+  }
   const Launcher<Single<T>, SingleOp> any(stream, single, &status);
   RunPlan([&](const RowDevice& device) { return PlanRows(problem, device); },
           [&](const RowPlan& plan) {
@@ -460,6 +468,11 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
   problem.packs &= even;
   problem.single_elements &= even;
   const Launcher<T, Op> own(stream, op, status);
+  if constexpr (std::is_same_v<T, __half>) {
+    const RowPlan plan = TriedOr(PlanSums(problem, ThisDevice()));
+    if (plan.any) return LaunchRowSums<AnyFloat>(stream, single, single, shape, results, status);
+    return own.Sums(plan, packs, results);
+  }
   const Launcher<Single<T>, SingleOp> any(stream, single, status);
   return RunPlan([&](const RowDevice& device) { return PlanSums(problem, device); },
                  [&](const RowPlan& plan) {

@@ -39,12 +39,10 @@ __device__ inline float Rsqrt(float x) {  // the hardware's estimate and a Newto
 __device__ inline float Reciprocal(float x) { return __frcp_rn(x); }
 __device__ inline double Reciprocal(double x) { return 1 / x; }
 
-// Products and sums that are rounded here, whatever the compiler makes of an expression around them. If it contracted
-// x scale into x scale - max, logits beyond 2^31 would leave their rounding error, whose exponential is infinite.
+// A product that is rounded here, whatever the compiler makes of the expression around it. Contracted into x scale -
+// max, logits beyond 2^31 would leave the product's rounding error, whose exponential is infinite.
 __device__ inline float Product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double Product(double a, double b) { return __dmul_rn(a, b); }
-__device__ inline float ProductPlus(float a, float b, float c) { return fmaf(a, b, c); }
-__device__ inline double ProductPlus(double a, double b, double c) { return fma(a, b, c); }
 
 // Divides finite numbers by one number: a product with its reciprocal, brought to within an ulp by a Newton step.
 template <class A>

@@ -13,12 +13,8 @@
 
 namespace jaxops::rows {
 
-enum class Elements {
-  kBfloat16,
-  kFloat32,
-  kAny,
-  kFloat64
-};  // that a kernel is compiled for; kAny: tensors tell theirs
+// The dtype that a kernel is compiled for; kAny: tensors tell theirs.
+enum class Elements { kBfloat16, kFloat16, kFloat32, kAny, kFloat64 };
 enum class Options { kNone, kMasks, kAny };  // of logits: none, all but a bias, any
 
 // How the elements of rows lie.
@@ -66,6 +62,7 @@ struct RowPlan {
   int packs = 0;          // a thread holds
   int lanes = 1;          // threads of a row, in a block
   int cluster = 1;        // blocks of a row
+  bool any = false;       // by kernels whose tensors tell their dtypes
 };
 
 constexpr const char* NameOf(Kernel kernel) {
@@ -97,6 +94,7 @@ inline RowPlan TriedOr(RowPlan plan) {
   RowPlan tried = tried_plan;
   tried.layout = plan.layout;
   tried.elements = plan.elements;
+  tried.any = plan.any;
   return tried;
 }
 
@@ -134,10 +132,17 @@ constexpr int LanesFor(int64_t packs, int64_t each, bool may_be_warp = true) {
   return static_cast<int>(std::max<int64_t>(DivideUp(lanes, 32) * 32, 64));
 }
 
+// The steps of a ladder that a block alone takes.
+constexpr Ladder OfBlocks(Ladder ladder) {
+  return ladder.first(std::ranges::count_if(ladder, [](const Step& step) { return step.cluster == 1; }));
+}
+
 // The ladders of an op.
 constexpr Ladder HeldLadder(Elements elements, int inputs, int parameters, Options options, bool as_f32) {
   if (options == Options::kMasks) return elements == Elements::kBfloat16 ? Ladder(kMasks16) : Ladder(kMasks32);
   if (elements == Elements::kAny) return kHeldAny;
+  if (elements == Elements::kFloat16)
+    return OfBlocks(HeldLadder(Elements::kBfloat16, inputs, parameters, options, as_f32));
   if (as_f32 || options != Options::kNone) return kHeldAsF32;
   const bool wide = elements == Elements::kFloat32;
   if (inputs == 2) return wide ? Ladder(kTwoInputs32) : Ladder(kTwoInputs16);
@@ -162,6 +167,7 @@ constexpr Ladder AcrossLadder(bool elements, Elements of, Options options, int i
 }
 constexpr Ladder SumsLadder(Elements elements, bool single) {
   if (single) return kSumsOfElements;
+  if (elements == Elements::kFloat16) return OfBlocks(kSums16);
   return elements == Elements::kAny        ? Ladder(kSumsOfAny)
          : elements == Elements::kBfloat16 ? Ladder(kSums16)
                                            : Ladder(kSums32);
@@ -252,10 +258,18 @@ constexpr RowPlan PlanAcross(const RowProblem& p, const RowDevice& device) {
 constexpr RowPlan PlanStaged(const RowProblem& p, const RowDevice& device, bool sums) {
   const Step* const step = StepFor(StagedLadder(p.elements, p.parameters, sums), p.columns, device);
   if (!step) return {};
-  const int lanes = step->lanes ? step->lanes : std::max(LanesFor(p.columns, step->packs), 8);
+  const int64_t share = step->cluster == 1 ? p.columns : DivideUp(p.columns, step->cluster * 32) * 32;  // of a block
+  const int lanes = std::max(LanesFor(share, step->packs, step->cluster == 1), 8);
   const int64_t bytes = int64_t{lanes} * step->packs * (p.elements == Elements::kBfloat16 ? 2 : 4) * 3 * p.inputs;
   if (bytes + 1024 > device.shared_bytes) return {};
   return {Kernel::kStagedRows, Layout::kPlain, true, step->packs, lanes, step->cluster};
+}
+
+// f16's own kernels: aligned packs of rows that a warp or a block holds.
+constexpr RowPlan PlanHalf(const RowProblem& p, const RowDevice& device) {
+  if (p.across || !p.packs || p.options != Options::kNone || p.as_f32) return {};
+  return PlanHeld(HeldLadder(p.elements, p.inputs, p.parameters, p.options, p.as_f32), DivideUp(p.columns, 8), false,
+                  device, p.one_row_axis || (p.inputs == 2 && p.parameters) ? 0 : 2);
 }
 
 constexpr RowPlan PlanAlong(const RowProblem& p, const RowDevice& device) {
@@ -328,9 +342,9 @@ constexpr RowPlan PlanAlong(const RowProblem& p, const RowDevice& device) {
 constexpr int StagedRegisters(bool sums, int inputs, int parameters, int packs) {
   return kStagedRegisters[sums ? 3 : parameters ? 2 : inputs - 1][packs < 33 ? 0 : packs == 33 ? 1 : 2];
 }
-// How many elements of a thread lie in every row, in every block: its first, which are read without a question. More
-// if the threads follow the length.
-constexpr int SureElements(int packs, bool fixed) { return !fixed ? packs / 2 : packs == 33 ? 12 : 14; }
+// How many elements of a thread lie in every row, in every block: its first, which are read without a question. The
+// threads follow the length, so that half of their elements do.
+constexpr int SureElements(int packs) { return packs / 2; }
 
 // A kernel of packs with sums over rows: its most registers, the rows in shared memory (fetched ahead, all but one),
 // and whether it keeps parameters there, too, because they do not fit into registers beside the sums.
@@ -339,7 +353,7 @@ struct SumsKernel {
   bool shared;
 };
 constexpr SumsKernel SumsKernelOf(Elements elements, Kernel kernel, int packs, int sums) {
-  const bool tuned = elements == Elements::kBfloat16 || elements == Elements::kFloat32;
+  const bool tuned = elements != Elements::kAny;
   const bool wide = elements == Elements::kFloat32, cluster = kernel == Kernel::kClusterRows;
   const bool shared = packs * PackOf(elements, false) * (sums + 1) > 128;
   const int registers = packs == 2 ? kSumRegisters[wide] : cluster ? kSumClusterRegisters : kSumWideRegisters[wide];
@@ -347,9 +361,23 @@ constexpr SumsKernel SumsKernelOf(Elements elements, Kernel kernel, int packs, i
   return {registers, stages, shared};
 }
 
+// f16's plan by its own kernels, if there is one, else by those whose tensors tell their dtypes.
+template <class Plan>
+constexpr RowPlan OwnOrAny(RowProblem problem, const Plan& plan_for) {
+  RowPlan plan = plan_for(problem);
+  if (problem.elements != Elements::kFloat16 || plan.kernel != Kernel::kNone) return plan;
+  problem.elements = Elements::kAny;
+  plan = plan_for(problem);
+  plan.any = true;
+  return plan;
+}
+
 // The plan of rows without sums over them.
 constexpr RowPlan PlanRows(const RowProblem& problem, const RowDevice& device = {}) {
-  return problem.across ? PlanAcross(problem, device) : PlanAlong(problem, device);
+  return OwnOrAny(problem, [&](const RowProblem& p) {
+    if (p.elements == Elements::kFloat16) return PlanHalf(p, device);
+    return p.across ? PlanAcross(p, device) : PlanAlong(p, device);
+  });
 }
 
 // What kernels with sums over rows take of shared memory: the rows that are fetched, or, as much if that is more, the
@@ -368,10 +396,10 @@ constexpr int64_t SharedBytesOf(const RowProblem& p, const RowPlan& plan) {
   return std::max(places * 16 * (p.inputs * kernel.stages * vectors + parameters), of_teams);
 }
 
-// The same with sums over the rows; kNone: they take another kernel.
-constexpr RowPlan PlanSums(const RowProblem& p, const RowDevice& device = {}) {
+constexpr RowPlan PlanOwnSums(const RowProblem& p, const RowDevice& device) {
   const int pack = PackOf(p.elements, false);
   const bool tuned = p.elements == Elements::kBfloat16 || p.elements == Elements::kFloat32;
+  if (p.elements == Elements::kFloat16 && !p.packs) return {};
   if (p.packs && pack > 1) {
     const int64_t packs = DivideUp(p.columns, pack);
     const Step* step = StepFor(SumsLadder(p.elements, false), packs, device);
@@ -391,6 +419,10 @@ constexpr RowPlan PlanSums(const RowProblem& p, const RowDevice& device = {}) {
   RowPlan plan = PlanHeld(kSumsOfElements, p.columns, true, device);
   plan.layout = p.single_elements && p.elements != Elements::kFloat64 ? Layout::kPlain : Layout::kGeneral;
   return plan;
+}
+// The same with sums over the rows; kNone: they take another kernel.
+constexpr RowPlan PlanSums(const RowProblem& problem, const RowDevice& device = {}) {
+  return OwnOrAny(problem, [&](const RowProblem& p) { return PlanOwnSums(p, device); });
 }
 
 // Long rows, for so few of them, are split into segments, runs of their columns, for blocks that do not wait for each
@@ -436,8 +468,9 @@ constexpr int64_t ClustersAtOnce(int threads, int registers, int64_t shared_byte
 
 // Into how many chunks the rows of a call are best divided for sums over them: each is a block's or a cluster's, and
 // all are worked on at once.
-inline int64_t PlanChunks(const RowProblem& p) {
+inline int64_t PlanChunks(RowProblem p) {
   const RowPlan plan = p.across ? RowPlan{} : TriedOr(PlanSums(p));
+  if (plan.any) p.elements = Elements::kAny;
   if (plan.kernel == Kernel::kNone) return std::clamp<int64_t>((1 << 20) / std::max<int64_t>(p.columns, 1), 7, 264);
   const bool warp = plan.cluster == 1 && plan.lanes <= 32;
   const int registers = plan.kernel == Kernel::kStagedRows ? StagedRegisters(true, p.inputs, p.parameters, plan.packs)

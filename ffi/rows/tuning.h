@@ -90,22 +90,15 @@ inline constexpr Step kSums32[] = {{64, 2},   {256, 4},  // 768 columns: 96 lane
 inline constexpr Step kSumsOfAny[] = {{1024, 2}, {16384, 2, 16}};
 inline constexpr Step kSumsOfElements[] = {{4096, 8}, {65536, 8, 16}};
 
-// Staged rows, by elements a thread: 33, so that 2^k + 1 columns fit. Clusters' kernels know their lanes: an element's
-// place in shared memory is an instruction less.
-inline constexpr Step kStaged[] = {{256, 16},           {4224, 33},           {8448, 33, 2, 128},   {16896, 33, 4, 128},
-                                   {33792, 33, 8, 128}, {67584, 33, 16, 128}, {262144, 64, 16, 256}};
+// Staged rows, by elements a thread: 33, so that 2^k + 1 columns fit. A cluster's threads follow the length, so that
+// few of their elements lie behind the row's end.
+inline constexpr Step kStaged[] = {{256, 16},      {4224, 33},      {8448, 33, 2},   {21120, 33, 4},
+                                   {42240, 33, 8}, {67584, 33, 16}, {262144, 64, 16}};
 // Without parameters: what shifted packs leave.
-inline constexpr Step kStagedAlone[] = {
-    {16896, 33, 4, 128}, {33792, 33, 8, 128}, {67584, 33, 16, 128}, {262144, 64, 16, 256}};
+inline constexpr Step kStagedAlone[] = {{21120, 33, 4}, {42240, 33, 8}, {67584, 33, 16}, {262144, 64, 16}};
 // With sums, of f32.
-inline constexpr Step kStagedSums32[] = {{128, 8},
-                                         {512, 16},
-                                         {4224, 33},
-                                         {8448, 33, 2, 128},
-                                         {16896, 33, 4, 128},
-                                         {33792, 33, 8, 128},
-                                         {67584, 33, 16, 128},
-                                         {131072, 64, 16, 128}};
+inline constexpr Step kStagedSums32[] = {{128, 8},       {512, 16},      {4224, 33},      {8448, 33, 2},
+                                         {21120, 33, 4}, {42240, 33, 8}, {67584, 33, 16}, {131072, 64, 16}};
 
 // Rows across: neighbours' elements are adjacent, so that a pack is one column of four rows; by columns.
 inline constexpr Step kAcrossOneInput16[] = {{128, 8, 1, 16},    {256, 8, 1, 32},    {512, 16, 1, 32},

@@ -13,14 +13,14 @@ import jaxops
 from jaxops import _cpu
 from jaxops._kernel import KERNELS
 
-ELEMENTS = ("bfloat16", "float32", "any", "float64")
+ELEMENTS = ("bfloat16", "float16", "float32", "any", "float64")
 COLUMNS = sorted({2**k + d for k in range(20) for d in (-1, 0, 1, 8)} | {3 * 2**k for k in range(3, 17)} | {50257})
 #: Inputs and parameters: softmax forward and backward, layer_norm and rms_norm forward, and their gradients.
 BODIES = ((1, 0), (2, 0), (1, 2), (1, 1), (2, 1))
 
 
 def pack_of(elements: str, across: bool) -> int:
-    return {"bfloat16": 4 if across else 8, "float32": 4, "any": 4 if across else 8, "float64": 1}[elements]
+    return {"float32": 4, "float64": 1}.get(elements, 4 if across else 8)
 
 
 def every_plan(**fixed):

@@ -135,4 +135,4 @@ def test_counts_of_kernels(tmp_path):
 
 def test_plans_of_an_older_build():
     """The functions that Python asks for plans are compiled into each half that is built."""
-    assert {"plan_rows", "plan_segments", "plan_chunks"} <= set(dir(_cpu))
+    assert {"plan_rows", "plan_segments"} <= set(dir(_cpu))

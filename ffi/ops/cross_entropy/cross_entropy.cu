@@ -38,19 +38,35 @@ struct PackedArguments {
   __host__ __device__ int lanes() const { return 1 << lane_bits; }
 };
 
-// Exponentials are taken as 2^(z log2e - level) with level = origin log2e, rounded: one fused operation an element.
+// Exponentials are taken as 2^(z factor - value) with value = origin factor, rounded: one fused operation an element.
 // What the rounding makes of them is a factor of the whole row, which Correction() takes away; so differences of large
-// logits are exact. origin: the row's maximum, 0 if that is not finite.
-constexpr float kLog2E = rows::kLog2E;
-__device__ inline float Level(float origin) { return origin * kLog2E; }
-__device__ inline float Correction(float origin) { return rows::Exp2(-fmaf(origin, kLog2E, -Level(origin))); }
-__device__ inline float Exponential(float z, float level) { return rows::Exp2(fmaf(z, kLog2E, -level)); }
-__device__ inline double Level(double origin) { return origin; }
-__device__ inline double Correction(double) { return 1; }
-__device__ inline double Exponential(double z, double level) { return exp(z - level); }
-// 2^(a - b), or exp(a - b) of doubles: from one level to another.
-__device__ inline float Rescaling(float a, float b) { return rows::Exp2(a - b); }
-__device__ inline double Rescaling(double a, double b) { return exp(a - b); }
+// logits are exact. factor = log2e. From 2^126 on, where that product would overflow, logits differ by 0 or by at least
+// 2^103: 2^-64 makes their exponentials 1 and 0. origin: the row's maximum, 0 if that is not finite.
+template <class A>
+struct Level {
+  A factor, value;
+
+  Level() = default;
+  explicit __device__ Level(A origin)
+      : factor(std::is_same_v<A, double>    ? A{1}
+               : fabs(origin) < A{0x1p126f} ? A{rows::kLog2E}
+                                            : A{0x1p-64f}),
+        value(origin * factor) {}
+  __device__ A Exponential(A z) const {
+    if constexpr (std::is_same_v<A, double>) return exp(z - value);
+    return rows::Exp2(fmaf(z, factor, -value));
+  }
+  // Of sums of exponentials at the level of this origin.
+  __device__ A Correction(A origin) const {
+    if constexpr (std::is_same_v<A, double>) return 1;
+    return rows::Exp2(-fmaf(origin, factor, -value));
+  }
+  // Of sums at this level, to another one.
+  __device__ A Rescaling(const Level& to) const {
+    if constexpr (std::is_same_v<A, double>) return exp(value - to.value);
+    return factor == to.factor ? rows::Exp2(value - to.value) : 0;
+  }
+};
 
 // (max, sum of exponentials at the maximum's level, sum of z) of some elements.
 template <class A>
@@ -60,17 +76,20 @@ struct Summary {
   __device__ static Summary None() { return {-std::numeric_limits<A>::infinity(), 0, 0}; }
   __device__ static A Origin(A max) { return fabs(max) < std::numeric_limits<A>::infinity() ? max : A{0}; }
   __device__ A Origin() const { return Origin(max); }
-  __device__ A Level() const { return jaxops::Level(Origin()); }
+  __device__ auto Level() const { return jaxops::Level<A>(Origin()); }
   // The total at another level. That of nothing is 0 at any.
-  __device__ A TotalAt(A level) const { return total == 0 ? A{0} : total * Rescaling(Level(), level); }
+  __device__ A TotalAt(const jaxops::Level<A>& level) const {
+    return total == 0 ? A{0} : total * Level().Rescaling(level);
+  }
   // Makes `larger` the maximum, if it is.
   __device__ void Raise(A larger) {
     if (!(larger > max)) return;
-    total = TotalAt(jaxops::Level(Origin(larger)));
+    total = TotalAt(jaxops::Level<A>(Origin(larger)));
     max = larger;
   }
   __device__ void Add(const Summary& other) {
-    const A both = fmax(max, other.max), level = jaxops::Level(Origin(both));
+    const A both = fmax(max, other.max);
+    const jaxops::Level<A> level(Origin(both));
     total = TotalAt(level) + other.TotalAt(level);
     max = both;
     sum += other.sum;
@@ -80,7 +99,8 @@ struct Summary {
 // What a row's gradient is made of: dz = (an exponential at `level`) total + sum, and `picked` at the label.
 template <class A>
 struct Cotangents {
-  A level, total, picked, sum;
+  Level<A> level;
+  A total, picked, sum;
   int label;  // -1: none
   __device__ bool zero() const { return total == 0 && picked == 0 && sum == 0; }
 };
@@ -91,7 +111,7 @@ template <class A>
 __device__ A TotalCotangent(A dlog, A origin, const A* total, A z_loss) {
   if (dlog == 0) return 0;
   if (total) dlog *= (z_loss == 0 ? A{1} : 1 + 2 * z_loss * (origin + rows::Log(*total))) / *total;
-  return dlog * Correction(origin);
+  return dlog * Level<A>(origin).Correction(origin);
 }
 
 // cap tanh(x / cap). For 16-bit logits tanh(u) = 1 - 2 / (1 + exp(2u)), whose error of 2^-23 of the cap is below
@@ -214,13 +234,13 @@ struct Element {
       for (int k = 0; k < kPacks; ++k)
         if (index + k * step < end) max = fmaxf(max, Largest(packs[k]));
       all->Raise(max);
-      const float level = all->Level();
+      const auto level = all->Level();
 #pragma unroll
       for (int k = 0; k < kPacks; ++k) {
         if (index + k * step >= end) continue;
         float total = 0;
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) total += Exponential(packs[k].template Widen<float>(i), level);
+        for (int i = 0; i < kPack; ++i) total += level.Exponential(packs[k].template Widen<float>(i));
         all->total += total;
       }
     }
@@ -235,10 +255,10 @@ struct Element {
         z = Logit<T>(z, a.cap, a.reciprocal);
         const float slope = a.cap == 0 ? 1.0f : Slope(z, a.reciprocal);
         const bool takes = IsInside(column + i) && Takes(column + i);
-        dz[i] = takes ? fmaf(Exponential(z, d.level), d.total, d.sum) * slope : 0;
+        dz[i] = takes ? fmaf(d.level.Exponential(z), d.total, d.sum) * slope : 0;
         if (column + i == d.label) dz[i] += d.picked * slope;
       } else {
-        dz[i] = Exponential(z, d.level) * d.total;
+        dz[i] = d.level.Exponential(z) * d.total;
       }
     }
     if constexpr (!kOptions) {
@@ -275,9 +295,9 @@ struct Element {
       max = fmaxf(max, z[i]);
     }
     all->Raise(max);
-    const float level = all->Level();
+    const auto level = all->Level();
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) total += Exponential(z[i], level);
+    for (int i = 0; i < kPack; ++i) total += level.Exponential(z[i]);
     all->total += total;
   }
 };
@@ -347,7 +367,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) PackedRows(const __grid_const
   const bool there = row < a.rows, first = there && lane == 0 && part_of_row == 0;
   const uint8_t* const where = kOptions && a.where && there ? a.where + a.where_rows.Offset(0, row) : nullptr;
   const Element<T, kOptions> element = {a, part, where};
-  Cotangents<float> d = {0, 0, 0, 0, -1};
+  Cotangents<float> d = {{}, 0, 0, 0, -1};
   if (a.labels && there) d.label = static_cast<int>(ColumnOfLabel(a.labels[row], a.columns));
   if constexpr (kPass != Pass::kForward) {
     if (there) {
@@ -362,7 +382,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) PackedRows(const __grid_const
     if (first && d.label >= 0) picked = static_cast<float>(static_cast<const T*>(a.x)[row * a.columns + d.label]);
     joining->Join(all);
     const float origin = all->Origin();
-    all->total *= Correction(origin);
+    all->total *= Level<float>(origin).Correction(origin);
     if (first) {
       a.origin[row] = origin;
       a.total[row] = all->total;
@@ -387,7 +407,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) PackedRows(const __grid_const
     constexpr int kWorthSkipping = 4096;  // columns: in short rows loads would wait for the cotangents
     const bool skipped = a.columns >= kWorthSkipping && d.zero();
     const float origin = there ? a.origin[row] : 0;
-    d.level = Level(origin);
+    d.level = Level<float>(origin);
     d.total = TotalCotangent(d.total, origin, a.total && there ? a.total + row : nullptr, a.z_loss);
     for (int pack = part.begin + lane; pack < part.end; pack += kInFlight * step) {
       P packs[kInFlight];
@@ -410,7 +430,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) PackedRows(const __grid_const
     element.Add(packs, pack, step, part.end, &all);
     Joining<kOptions> joining(step, a.parts);
     const float origin = finish(&all, &joining);
-    d.level = Level(origin);
+    d.level = Level<float>(origin);
     d.total = TotalCotangent(d.total, origin, &all.total, a.z_loss);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
@@ -477,7 +497,7 @@ __global__ void __launch_bounds__(kGeneralThreads) GeneralRows(const __grid_cons
     }
   };
   const int64_t at_row = start[Call::kRow];
-  Cotangents<A> d = {0, 0, 0, 0, -1};
+  Cotangents<A> d = {{}, 0, 0, 0, -1};
   if (a.labels && row < rows) d.label = static_cast<int>(ColumnOfLabel(a.labels[at_row], columns));
   if constexpr (kPass != Pass::kForward) {
     if (row < rows) {
@@ -485,7 +505,7 @@ __global__ void __launch_bounds__(kGeneralThreads) GeneralRows(const __grid_cons
       d.picked = a.dpicked && d.label >= 0 ? a.dpicked[at_row] : 0;
       d.sum = a.dsum ? a.dsum[at_row] : 0;
       if constexpr (kPass == Pass::kBackward) {
-        d.level = Level(a.origin[at_row]);
+        d.level = Level<A>(a.origin[at_row]);
         d.total = TotalCotangent<A>(d.total, a.origin[at_row], nullptr, 0);
       }
     }
@@ -497,7 +517,7 @@ __global__ void __launch_bounds__(kGeneralThreads) GeneralRows(const __grid_cons
       if (column == d.label) a.picked[at_row] = z;
       if (!takes) return;
       all.Raise(z);
-      all.total += Exponential(z, all.Level());
+      all.total += all.Level().Exponential(z);
       all.sum += z;
     });
     __shared__ Summary<A> shared[kGeneralThreads];
@@ -507,7 +527,7 @@ __global__ void __launch_bounds__(kGeneralThreads) GeneralRows(const __grid_cons
     all = shared[base];
     for (int k = 1; k < lanes; ++k) all.Add(shared[base + k * step]);
     const A origin = all.Origin();
-    all.total *= Correction(origin);
+    all.total *= Level<A>(origin).Correction(origin);
     if (row < rows && lane == 0) {
       a.origin[at_row] = origin;
       a.total[at_row] = all.total;
@@ -515,7 +535,7 @@ __global__ void __launch_bounds__(kGeneralThreads) GeneralRows(const __grid_cons
       if (a.picked && d.label < 0) a.picked[at_row] = std::numeric_limits<A>::quiet_NaN();
     }
     if constexpr (kPass == Pass::kBoth) {
-      d.level = Level(origin);
+      d.level = Level<A>(origin);
       d.total = TotalCotangent<A>(d.total, origin, &all.total, a.z_loss);
     }
   }
@@ -526,7 +546,7 @@ __global__ void __launch_bounds__(kGeneralThreads) GeneralRows(const __grid_cons
       if (!zero) {
         const A z = Logit<A>(static_cast<A>(LoadElement(a.x, offset)), a.cap, a.reciprocal);
         const A slope = a.cap == 0 ? A{1} : Slope(z, a.reciprocal);
-        dz = takes ? (Exponential(z, d.level) * d.total + d.sum) * slope : A{0};
+        dz = takes ? (d.level.Exponential(z) * d.total + d.sum) * slope : A{0};
         if (column == d.label) dz += d.picked * slope;
       }
       StoreElement(a.dx, offset, dz);

@@ -201,7 +201,7 @@ struct LogitsOptions {
   __device__ auto Load(const Row& row, const Source& x) const {
     using T = ElementOf<Source>;
     constexpr A kMasked = -std::numeric_limits<A>::infinity();
-    const auto logit = [](A value, bool seen, A s, A b) { return seen ? rows::ProductPlus(value, s, b) : kMasked; };
+    const auto logit = [](A value, bool seen, A s, A b) { return seen ? rows::Product(value, s) + b : kMasked; };
     if constexpr (kNone) {
       return std::pair(row.template Load<0>(x, T(kMasked)), Visible(row));
     } else if constexpr (!kKept && kByWords<T, Row>) {
@@ -280,7 +280,7 @@ struct LogitsOptions {
           biases.packs[pack] = seen.Halves(pack).Choose(biases.packs[pack], Element(0.0f));
         }
         return Row::KeepAll(
-            rows::Map([](A value, A s, A b) { return rows::ProductPlus(value, s, b); }, raw, factor, biases));
+            rows::Map([](A value, A s, A b) { return rows::Product(value, s) + b; }, raw, factor, biases));
       });
     }
   }

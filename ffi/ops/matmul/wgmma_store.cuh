@@ -308,7 +308,7 @@ class ResultStore {
   }
 
   // Sums with scale, bias and activation, or to rows of any alignment: long code, once, in a loop. Unrolled, the
-  // kernels were up to half slower (benchmarks/TUNING.md), probably for want of room in the instruction cache.
+  // kernels were up to half slower, probably for want of room in the instruction cache.
   template <class U>
   __device__ void StoreFinished(const Sums& sums, int first_row, const WgmmaWork& work) {
     // Columns of a buffer; of a group of sums, the more the better while there are registers.
