@@ -192,7 +192,7 @@ class FetchedRow : public Base {
 // elements of kBytes each, and read one by one: see StagedRow. kKept: the row's values are kept in registers.
 template <class P, int kBytes_, int kStages_, bool kKept_ = true>
 struct Staged : P {
-  static constexpr int kBytes = kBytes_, kStages = kStages_, kSure = SureElements(P::kPacks);
+  static constexpr int kBytes = kBytes_, kStages = kStages_, kSure = SureElements(P::kPacks, P::kClusters);
   static constexpr bool kStaged = true, kKept = kKept_;
   static constexpr bool kAhead = P::kClusters && kStages > 2;
 };

@@ -218,7 +218,7 @@ class Launcher {
         });
       }
     } else if constexpr (kPack > 1) {
-      VisitLadder<2, 4, 8>(SumsOf<false>(), plan, [&]<Sharing kSharing, int kPacks> {
+      VisitLadder<2, 4, 8, 16>(SumsOf<false>(), plan, [&]<Sharing kSharing, int kPacks> {
         constexpr SumsKernel kSums = SumsKernelOf(kElementsOf<T>, kKernelOf<kSharing>, kPacks, Op::kSums);
         constexpr bool kKept = !kSums.shared && kPacks <= 4;
         constexpr int kVectors = kElementsOf<T> == Elements::kAny ? 2 : 1;
@@ -400,38 +400,39 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
       if (own.Held(TriedOr(PlanHalf(problem, ThisDevice())), packs)) return status;
     }
     return LaunchRows<AnyFloat>(stream, single, single, shape);
+  } else {
+    const Launcher<Single<T>, SingleOp> any(stream, single, &status);
+    RunPlan([&](const RowDevice& device) { return PlanRows(problem, device); },
+            [&](const RowPlan& plan) {
+              const Layouts<Op::kSlots>& layouts = plan.elements ? elements : packs;
+              switch (plan.kernel) {
+                case Kernel::kWarpRows:
+                case Kernel::kBlockRows:
+                case Kernel::kClusterRows:
+                  return plan.elements && (plan.layout == Layout::kGeneral || Op::kOptions != Options::kNone)
+                             ? any.Along(plan, layouts)
+                             : own.Along(plan, layouts);
+                case Kernel::kStreamedRows:
+                  return plan.elements ? any.Streamed(plan, layouts) : own.Streamed(plan, layouts);
+                case Kernel::kTileRows:
+                case Kernel::kStreamedTiles:
+                  // Options are rare there: kernels whose tensors tell their dtypes do.
+                  return plan.elements || Op::kOptions != Options::kNone ? any.Across(plan, layouts)
+                                                                         : own.Across(plan, layouts);
+                case Kernel::kPersistentRows:
+                  if constexpr (kTuned<T> && Op::kOptions == Options::kNone && !Op::kAsF32 && RowOpThatStays<Op>)
+                    return own.Persistent(plan, layouts);
+                  return false;
+                case Kernel::kStagedRows:
+                  if constexpr (kTuned<T> && Op::kOptions == Options::kNone && !Op::kAsF32 && RowOpThatStays<Op>)
+                    return own.StagedRows(plan, layouts);
+                  return false;
+                default:
+                  return false;
+              }
+            });
+    return status;
   }
-  const Launcher<Single<T>, SingleOp> any(stream, single, &status);
-  RunPlan([&](const RowDevice& device) { return PlanRows(problem, device); },
-          [&](const RowPlan& plan) {
-            const Layouts<Op::kSlots>& layouts = plan.elements ? elements : packs;
-            switch (plan.kernel) {
-              case Kernel::kWarpRows:
-              case Kernel::kBlockRows:
-              case Kernel::kClusterRows:
-                return plan.elements && (plan.layout == Layout::kGeneral || Op::kOptions != Options::kNone)
-                           ? any.Along(plan, layouts)
-                           : own.Along(plan, layouts);
-              case Kernel::kStreamedRows:
-                return plan.elements ? any.Streamed(plan, layouts) : own.Streamed(plan, layouts);
-              case Kernel::kTileRows:
-              case Kernel::kStreamedTiles:
-                // Options are rare there: kernels whose tensors tell their dtypes do.
-                return plan.elements || Op::kOptions != Options::kNone ? any.Across(plan, layouts)
-                                                                       : own.Across(plan, layouts);
-              case Kernel::kPersistentRows:
-                if constexpr (kTuned<T> && Op::kOptions == Options::kNone && !Op::kAsF32 && RowOpThatStays<Op>)
-                  return own.Persistent(plan, layouts);
-                return false;
-              case Kernel::kStagedRows:
-                if constexpr (kTuned<T> && Op::kOptions == Options::kNone && !Op::kAsF32 && RowOpThatStays<Op>)
-                  return own.StagedRows(plan, layouts);
-                return false;
-              default:
-                return false;
-            }
-          });
-  return status;
 }
 
 // The same for the commonest rows alone, in kernels with less to do: false unless they are adjacent packs, which the
@@ -472,14 +473,15 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
     const RowPlan plan = TriedOr(PlanSums(problem, ThisDevice()));
     if (plan.any) return LaunchRowSums<AnyFloat>(stream, single, single, shape, results, status);
     return own.Sums(plan, packs, results);
+  } else {
+    const Launcher<Single<T>, SingleOp> any(stream, single, status);
+    return RunPlan([&](const RowDevice& device) { return PlanSums(problem, device); },
+                   [&](const RowPlan& plan) {
+                     if (plan.kernel == Kernel::kNone) return false;
+                     if (plan.elements && plan.kernel != Kernel::kStagedRows) return any.Sums(plan, elements, results);
+                     return own.Sums(plan, plan.elements ? elements : packs, results);
+                   });
   }
-  const Launcher<Single<T>, SingleOp> any(stream, single, status);
-  return RunPlan([&](const RowDevice& device) { return PlanSums(problem, device); },
-                 [&](const RowPlan& plan) {
-                   if (plan.kernel == Kernel::kNone) return false;
-                   if (plan.elements && plan.kernel != Kernel::kStagedRows) return any.Sums(plan, elements, results);
-                   return own.Sums(plan, plan.elements ? elements : packs, results);
-                 });
 }
 
 // XLA aligns its buffers to 128 bytes or more; packs need 16.

@@ -342,9 +342,10 @@ constexpr RowPlan PlanAlong(const RowProblem& p, const RowDevice& device) {
 constexpr int StagedRegisters(bool sums, int inputs, int parameters, int packs) {
   return kStagedRegisters[sums ? 3 : parameters ? 2 : inputs - 1][packs < 33 ? 0 : packs == 33 ? 1 : 2];
 }
-// How many elements of a thread lie in every row, in every block: its first, which are read without a question. The
-// threads follow the length, so that half of their elements do.
-constexpr int SureElements(int packs) { return packs / 2; }
+// How many elements of a thread lie in every row, in every block: its first, which are read without a question. Threads
+// are the fewest whole warps that hold a block's share: at least half of them do, of a cluster's, which has 96 and
+// more, two thirds, less the 31 columns that each other block may have more than the last.
+constexpr int SureElements(int packs, bool cluster) { return !cluster ? packs / 2 : packs == 33 ? 21 : 38; }
 
 // A kernel of packs with sums over rows: its most registers, the rows in shared memory (fetched ahead, all but one),
 // and whether it keeps parameters there, too, because they do not fit into registers beside the sums.
@@ -355,9 +356,9 @@ struct SumsKernel {
 constexpr SumsKernel SumsKernelOf(Elements elements, Kernel kernel, int packs, int sums) {
   const bool tuned = elements != Elements::kAny;
   const bool wide = elements == Elements::kFloat32, cluster = kernel == Kernel::kClusterRows;
-  const bool shared = packs * PackOf(elements, false) * (sums + 1) > 128;
+  const bool shared = packs == 16 || packs * PackOf(elements, false) * (sums + 1) > 128;
   const int registers = packs == 2 ? kSumRegisters[wide] : cluster ? kSumClusterRegisters : kSumWideRegisters[wide];
-  const int stages = !tuned || shared || (packs > 2 && !cluster) ? 2 : cluster && packs <= 4 ? 4 : 3;
+  const int stages = packs == 16 ? 1 : !tuned || shared || (packs > 2 && !cluster) ? 2 : cluster && packs <= 4 ? 4 : 3;
   return {registers, stages, shared};
 }
 

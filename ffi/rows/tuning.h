@@ -84,8 +84,9 @@ inline constexpr int64_t kLeastPersistentAlone = 16384;
 // With sums over the rows. Few threads with many registers are faster than many with few.
 inline constexpr Step kSums16[] = {{64, 2},      {128, 4},     {1024, 2},      {2048, 4, 2},
                                    {4096, 4, 4}, {8192, 4, 8}, {16384, 4, 16}, {32768, 8, 16}};
-inline constexpr Step kSums32[] = {{64, 2},   {256, 4},  // 768 columns: 96 lanes x 2 .80 of 64 x 4
-                                   {1024, 2}, {4096, 8, 2}, {8192, 8, 4}, {16384, 8, 8}, {32768, 8, 16}};
+inline constexpr Step kSums32[] = {{64, 2},       {256, 4},  // 768 columns: 96 lanes x 2 .80 of 64 x 4
+                                   {1024, 2},     {4096, 8, 2},   {8192, 8, 4},
+                                   {16384, 8, 8}, {32768, 8, 16}, {65536, 16, 16}};
 // The same of tensors that tell their dtypes, and of rows by single elements.
 inline constexpr Step kSumsOfAny[] = {{1024, 2}, {16384, 2, 16}};
 inline constexpr Step kSumsOfElements[] = {{4096, 8}, {65536, 8, 16}};
@@ -142,8 +143,8 @@ inline constexpr int kSumClusterRegisters = 255, kSumElementRegisters = 128;
 inline constexpr int kStagedRegisters[4][3] = {// [one input, two, parameters, sums][16, 33, 64 elements]
                                                {96, 112, 168},
                                                {128, 168, 255},
-                                               {128, 168, 255},
-                                               {144, 255, 255}};
+                                               {128, 136, 255},   // three blocks of 160 threads
+                                               {144, 200, 255}};  // two
 
 inline constexpr int kFewPacks[] = {1, 2};  // of the kernels of few rows, of one input and of two
 // "Few rows" take at most so many threads, half of what an H200 runs at once: each thread has one pack then. Smaller
