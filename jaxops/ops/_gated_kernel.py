@@ -351,7 +351,7 @@ class _MlpBackward(_OneKernel):
         return [_linear.bind(gate, up, w_down, *given.values(), **options)[0], None, None, None]
 
 
-kernel = _GatedKernel("gated_matmul")
+kernel = _GatedKernel("gated_matmul", plain_on=("cpu",))
 mlp = _MlpKernel("gated_mlp", target=False)
 _linear = _MlpJvp("gated_mlp_jvp", target=False)
-backward = _MlpBackward("gated_matmul_bwd")
+backward = _MlpBackward("gated_matmul_bwd", plain_on=("cpu",))
