@@ -13,11 +13,11 @@ import jax
 from support.ops import ROW_OPS
 
 import jaxops
-from benchmarks import attention, budget, calls, fused, harness, loss, matmul, rows, rows_random, train
+from benchmarks import attention, budget, calls, fused, harness, loss, matmul, mlp, rows, rows_random, train
 
 # By the host's clock first: the kernel clock leaves CUPTI attached, which would slow them down.
 BY_HOST = {"calls": calls.run, "train": train.run, "budget": budget.run, "fuse": fused.run}
-OPS = ("calls", "train", *ROW_OPS, "matmul", "attention", "loss")
+OPS = ("calls", "train", *ROW_OPS, "matmul", "attention", "loss", "mlp")
 # Only where asked for by name.
 BY_NAME = {
     "budget": budget.run,
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         clock, what = harness.find_clock()
         settings.console.print(f"timing: {what}", markup=False)
     for op in timed:
-        run = {"matmul": matmul.run, "attention": attention.run, "loss": loss.run, **BY_NAME}.get(
+        run = {"matmul": matmul.run, "attention": attention.run, "loss": loss.run, "mlp": mlp.run, **BY_NAME}.get(
             op, functools.partial(rows.run, op)
         )
         succeeded &= run(clock, settings)

@@ -8,7 +8,7 @@ from jaxops._version import __version__
 from jaxops._warnings import FallbackWarning
 from jaxops.ops.attention import dot_product_attention
 from jaxops.ops.cross_entropy import softmax_cross_entropy_value_and_grad, softmax_cross_entropy_with_integer_labels
-from jaxops.ops.gated_matmul import gated_matmul
+from jaxops.ops.gated_matmul import gated_matmul, gated_mlp
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.linear_cross_entropy import linear_cross_entropy
 from jaxops.ops.log_softmax import log_softmax
@@ -34,6 +34,7 @@ __all__ = [
     "explain",
     "fuse",
     "gated_matmul",
+    "gated_mlp",
     "layer_norm",
     "linear_cross_entropy",
     "log_softmax",

@@ -1,4 +1,4 @@
-"""Call frames for every plan of every row kernel, for every tile of matmul and of attention.
+"""Call frames for every plan of every row kernel, for every tile of matmul and of attention, for gated MLPs.
 
 `python tests/plan_cases.py --part 3 --parts 30` makes the calls on a GPU, split evenly: for tools/sanitize_gpu.py. A
 row's plan (ffi/rows/plan.h) says which kernel a call launches, so that one call for each plan is enough.
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from support import frames
-from support.frame_cases import matmul_call
+from support.frame_cases import gated_calls, matmul_call
 from support.ops import ROW_OPS
 from support.row_cases import COLUMNS_ONCE
 
@@ -333,9 +333,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e6, help="begin no more calls when they are over")
-    parser.add_argument("--rows-only", action="store_true", help="without matmul's and attention's")
+    parser.add_argument("--rows-only", action="store_true", help="without those of products and attention")
     options = parser.parse_args(arguments)
-    calls = distinct_calls() + ([] if options.rows_only else [*attention_calls(), *matmul_calls()])
+    calls = distinct_calls() + ([] if options.rows_only else [*attention_calls(), *matmul_calls(), *gated_calls()])
     calls = calls[options.part :: options.parts]
     memory, rng = frames.Device(), np.random.default_rng(0)
     start, done = time.monotonic(), 0

@@ -172,7 +172,14 @@ MODELS = {
 }
 
 #: How many products of matrices each op has.
-_PRODUCTS = {"dot_general": 1, "matmul": 1, "gated_matmul": 2, "dot_product_attention": 2, "linear_cross_entropy": 1}
+_PRODUCTS = {
+    "dot_general": 1,
+    "matmul": 1,
+    "gated_matmul": 2,
+    "gated_mlp": 3,
+    "dot_product_attention": 2,
+    "linear_cross_entropy": 1,
+}
 
 _LOSSES = ("linear_cross_entropy", "softmax_cross_entropy_with_integer_labels")
 

@@ -170,6 +170,12 @@ FEW_ROWS_TILES = (
 )
 
 
+#: Of a gated MLP (gated.cuh): of both products at once, half of the columns w_gate's and half w_up's; and of the
+#: backward pass.
+GATED_TILE = Tile(128, 128, True, 0.96, band=2)
+GATED_BACKWARD_TILE = Tile(128, 192, True, 0.99)
+
+
 def rows_in_calls(tile: Tile | FewRowsTile) -> int:
     """A tile's rows in the calling convention, by which 16 names the kernel for few rows."""
     return 16 if isinstance(tile, FewRowsTile) else tile.rows
@@ -362,7 +368,7 @@ def _few_rows_microseconds(product: Product, tile: FewRowsTile, device: Device) 
     return _FEW_ROWS_FILL + time / (_ACROSS if "rhs" in _straddling(product) else 1)
 
 
-def _microseconds(product: Product, plan: Plan, device: Device, finished: bool) -> float:
+def _microseconds(product: Product, plan: Plan, device: Device, finished: bool = False) -> float:
     """The time that a plan is expected to take."""
     if isinstance(plan.tile, FewRowsTile):
         return _few_rows_microseconds(product, plan.tile, device)
@@ -608,3 +614,39 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
     if why := slower_than_xla(product, device, activation, bias):
         return Choice("xla", why)
     return planned(product, _best_plan(product, device, activation or bias))
+
+
+#: The share of our kernels' time in which XLA computes plain products of 16 bits.
+_XLA_16BIT = 0.97
+#: Bytes a microsecond of a pass over arrays.
+_PASS_RATE = 3.8e6
+
+
+def _choose_one_pass(tile: Tile, all_columns: int, count: int, product: Product, device: Device) -> Choice:
+    """A kernel that computes `count` products and what follows them at once, or `product` as often and then a pass."""
+    sizes = product.m, product.n, product.k
+    if not all(isinstance(size, int | np.integer) for size in sizes):
+        return Choice("xla", "the shape is symbolic")
+    if why := device.why_not_hopper():
+        return Choice("xla", why)
+    if any(_copies(product)) or product.n * product.result_bytes % 16:
+        return Choice("xla", "rows that are not aligned to 16 bytes")
+    if max(product.m, count * product.n, product.k) > MAX_MATRIX_SIZE:
+        return Choice("xla", "a size beyond the 31 bits in which Hopper's kernel counts")
+    whole = dataclasses.replace(product, n=count * product.n)
+    once = _microseconds(whole, Plan(tile), device, finished=True)
+    each = _XLA_16BIT * _microseconds(product, _best_plan(product, device), device)
+    passes = _KERNEL + all_columns * product.m * product.result_bytes / _PASS_RATE
+    if once >= count * each + passes:
+        return Choice("xla", "products and a pass after them are expected to be as fast")
+    return Choice("wgmma", "one pass on Hopper's tensor cores", tile, band(whole, tile))
+
+
+def choose_gated(product: Product, device: Device) -> Choice:
+    """The kernel for activation(x w_gate) * (x w_up) of 16 bits, of which `product` is one factor's."""
+    return _choose_one_pass(GATED_TILE, 3 * product.n, 2, product, device)
+
+
+def choose_gated_backward(product: Product, device: Device) -> Choice:
+    """The kernel for the cotangents of both factors' products, where `product` is that of activation(gate) * up."""
+    return _choose_one_pass(GATED_BACKWARD_TILE, 5 * product.n, 1, product, device)

@@ -12,6 +12,8 @@ from support.frame_cases import (
     LOGITS,
     NORMS,
     TILE_DTYPES,
+    gated_call,
+    gated_calls,
     malformed,
     matmul_call,
     matmul_calls,
@@ -102,7 +104,7 @@ def test_memory_of_every_layout(half, handler, memory, rng):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("calls", [matmul_calls, tile_calls])
+@pytest.mark.parametrize("calls", [matmul_calls, tile_calls, gated_calls])
 def test_memory_of_matmul_on_cuda(calls, memory, rng):
     there = memory_of(memory, "cuda")
     for call in calls():
@@ -187,6 +189,20 @@ def test_malformed_frames_of_split_rows_are_refused(half, op, memory):
 def test_malformed_frames_of_matmul_are_refused(index, memory):
     for call in matmul_calls()[index::4]:
         assert check_malformed("cuda", memory.get("cuda", memory["cpu"]), call) > 100
+
+
+@pytest.mark.cuda
+def test_malformed_frames_of_gated_mlps_are_refused(memory):
+    for call in gated_calls():
+        assert check_malformed("cuda", memory.get("cuda", memory["cpu"]), call) > 100
+
+
+@pytest.mark.cuda
+def test_gated_mlps_without_terms(memory):
+    """k = 0: zeros."""
+    call = gated_call(16, (300, 520, 0), products=True)
+    values = [np.ones(b.shape, b.dtype) for b in call.operands]
+    assert not any(out.any() for out in frames.run("cuda", memory_of(memory, "cuda"), call, values, fill=0xFF))
 
 
 @every_half

@@ -16,7 +16,7 @@ from jaxops import _cpu, _kernel, _warnings
 from jaxops.ops._cross_entropy import forward_backward
 
 #: The kernels whose CPU half is XLA's own.
-LEFT_TO_XLA_ON_CPU = {"matmul", "epilogue_bwd", "attention_fwd", "attention_bwd"}
+LEFT_TO_XLA_ON_CPU = {"matmul", "epilogue_bwd", "gated_matmul", "gated_matmul_bwd", "attention_fwd", "attention_bwd"}
 
 
 @pytest.fixture
@@ -67,6 +67,8 @@ def calls(x):
             found += jnp.sum(comparison.ours(x, *(jnp.ones(other.shape, other.dtype) for other in others)))
         q = x[:, None, :8].astype(jnp.bfloat16)
         found += jnp.sum(jaxops.dot_product_attention(q, q, q).astype(x.dtype))
+        wide = x.astype(jnp.bfloat16)
+        found += jnp.sum(jaxops.gated_mlp(wide, wide.T, wide.T, wide).astype(x.dtype))
         return found + jnp.sum(jaxops.softmax_cross_entropy_with_integer_labels(x, np.zeros(len(x), int)))
 
     ones = jnp.ones((len(x), 1))

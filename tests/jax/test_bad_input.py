@@ -248,6 +248,20 @@ CASES = {
             recompute=FLAG,
         ),
     ],
+    "jaxops.gated_mlp": [
+        *wrong(
+            lambda **options: jaxops.gated_mlp(
+                **{"x": X, "w_gate": SQUARE, "w_up": SQUARE, "w_down": SQUARE} | options
+            ),
+            x=(TypeError, "x", [1.0], "x"),
+            w_gate=(ValueError, "w_gate must be", np.ones(3), np.ones((1, 2))),
+            w_up=(ValueError, "w_up must (be|have the shape)", np.ones(3), np.ones((X.shape[-1], 2))),
+            w_down=(ValueError, "w_down must be", np.ones(3), np.ones((1, 2))),
+            activation=(ValueError, "activation must be one of", None, "swish"),
+            precision=(ValueError, "precision", "exact"),
+            recompute=FLAG,
+        ),
+    ],
     "jaxops.logsumexp": [
         *wrong(
             jaxops.logsumexp,

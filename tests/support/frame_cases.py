@@ -218,6 +218,29 @@ def tile_calls() -> Iterator[frames.Call]:
             yield matmul_call("16bit", tile, TILE_DTYPES["16bit"], size, transposed=(False, tile.rhs_transposed))
 
 
+def gated_call(code: int, size: tuple[int, int, int], *, products: bool = False) -> frames.Call:
+    """The forward call of a gated MLP. size: m, n, k. products: are results, too."""
+    m, n, k = size
+    x, weight, result = (frames.Operand(shape, code) for shape in ((m, k), (k, n), (m, n)))
+    attributes = {"activation": np.int32(4), "has_products": np.bool_(products), "band": np.int32(2)}
+    return frames.Call("gated_matmul", (x, weight, weight), (result,) * (3 if products else 1), attributes)
+
+
+def gated_backward_call(code: int, size: tuple[int, int, int]) -> frames.Call:
+    """Its backward call. size: m, n, and k, the columns of w_down."""
+    m, n, k = size
+    dy, w_down, full = (frames.Operand(shape, code) for shape in ((m, k), (n, k), (m, n)))
+    attributes = {"activation": np.int32(2), "band": np.int32(2)}
+    return frames.Call("gated_matmul_bwd", (dy, w_down, full, full), (full, full), attributes)
+
+
+def gated_calls() -> Iterator[frames.Call]:
+    """Of a part of a tile, and of more tiles than blocks run at once; by the kernels for every GPU, too."""
+    for code, size in itertools.product((16, 10), ((72, 40, 72), (1032, 1992, 200), (45, 33, 27))):
+        yield from (gated_call(code, size, products=products) for products in (False, True))
+        yield gated_backward_call(code, size)
+
+
 # --- what XLA never sends ---
 
 

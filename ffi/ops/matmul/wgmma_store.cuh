@@ -185,17 +185,91 @@ __device__ void SelectGroup(const float (&sums)[kBlocks][kSums], int index, floa
   }
 }
 
+// A warp's buffers in shared memory, 16 rows by 128 bytes each, from which the copy engine stores results.
+template <class Tile>
+class StagedBoxes {
+ public:
+  // staging: the warpgroup's.
+  __device__ explicit StagedBoxes(uint32_t staging) : staging_(staging) {}
+
+  __device__ void Finish() const {
+    if (hopper::ElectLane()) hopper::WaitStoresRead<0>();  // what they write is there when the kernel is done
+  }
+
+ protected:
+  // Read anew at each use: as values that live on they would push sums out of the registers.
+  static __device__ int thread() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % kWarpgroup;
+  }
+  static __device__ int warp() { return thread() / 32; }
+  static __device__ int lane() { return thread() % 32; }
+
+  // Waits until the warp's part of the next buffer is free, and returns that buffer, in which each warp has 16 rows.
+  // The count goes on across tiles: the buffer is never the one handed out last. kAhead: buffers acquired before it and
+  // not yet handed out.
+  template <int kAhead = 0>
+  __device__ uint32_t Acquire() {
+    const uint32_t buffer = staging_ + next_ * kBlockBytes;
+    next_ = next_ + 1 == Tile::kStagingBuffers ? 0 : next_ + 1;
+    if (hopper::ElectLane()) hopper::WaitStoresRead<Tile::kStagingBuffers - 1 - kAhead>();
+    __syncwarp();
+    return buffer;
+  }
+  // The warp's part of a buffer, on its way to rows from `row` (the buffer's first) and columns from `column` on.
+  static __device__ void HandOutBox(const CUtensorMap& map, uint32_t buffer, int row, int column, int slice) {
+    hopper::FenceSharedForCopies();
+    __syncwarp();
+    const int line = warp() * 16;
+    if (hopper::ElectLane()) hopper::StoreBox(map, buffer + line * hopper::kBoxRowBytes, column, row + line, slice);
+  }
+
+  // Into rows with the swizzle that the copy engine expects, from columns 16 `group` of the buffer on.
+  template <class U, int kCount>
+  static __device__ void Stage(uint32_t buffer, int group, const float (&z)[kCount]) {
+    const int lane = StagedBoxes::lane(), line = warp() * 16;
+#pragma unroll
+    for (int first = 0; first < kCount; first += 8, ++group) {
+      if constexpr (sizeof(U) == 2) {
+        const auto pair = [&](int i) { return ToPack<U, 2>([&](int j) { return z[first + i + j]; }).words[0]; };
+        const uint32_t place = Place(buffer, line + lane % 16, group * 2 + lane / 16);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(pair(0)),
+                     "r"(pair(2)), "r"(pair(4)), "r"(pair(6))
+                     : "memory");
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+          const int at = group * 16 + lane % 4 * 2 + i / 4 * 8;
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(Place(buffer, line + lane / 4 + (i & 2) * 4, at / 4) +
+                                                                at % 4 * 4),
+                       "f"(z[first + i]), "f"(z[first + i + 1])
+                       : "memory");
+        }
+      }
+    }
+  }
+  static __device__ uint32_t Place(uint32_t buffer, int line, int piece) {
+    return buffer + line * hopper::kBoxRowBytes + (piece ^ line % 8) * 16;
+  }
+
+  const uint32_t staging_;
+
+ private:
+  uint32_t next_ = 0;
+};
+
 // A warp's way from sums in registers to results in memory, 16 rows by 128 bytes at a time through shared memory.
 template <class Tile, class P>
-class ResultStore {
+class ResultStore : public StagedBoxes<Tile> {
  public:
   using Result = typename P::Result;
   using Sums = float[Tile::kBlocks][Tile::kColumns / 2];  // as in hopper::MultiplyAdd, 64 rows a block
 
   // staging: the warpgroup's; bias: of all that multiply.
   __device__ ResultStore(const WgmmaArguments& arguments, uint32_t staging, uint32_t bias, int warpgroup)
-      : arguments_(arguments),
-        staging_(staging),
+      : Boxes(staging),
+        arguments_(arguments),
         bias_(bias + (Tile::kPingPong ? warpgroup * Tile::kColumns * 4 : 0)),
         warpgroup_(warpgroup) {}
 
@@ -227,21 +301,11 @@ class ResultStore {
     }
   }
 
-  __device__ void Finish() const {
-    if (hopper::ElectLane()) hopper::WaitStoresRead<0>();  // what they write is there when the kernel is done
-  }
-
  private:
-  static constexpr bool kFreeScale = sizeof(typename P::T) == 1;  // scales belong to the short code too
+  using Boxes = StagedBoxes<Tile>;
+  using Boxes::Acquire, Boxes::HandOutBox, Boxes::lane, Boxes::staging_, Boxes::thread, Boxes::warp;
 
-  // Read anew at each use: as values that live on they would push sums out of the registers.
-  static __device__ int thread() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread % kWarpgroup;
-  }
-  static __device__ int warp() { return thread() / 32; }
-  static __device__ int lane() { return thread() % 32; }
+  static constexpr bool kFreeScale = sizeof(typename P::T) == 1;  // scales belong to the short code too
 
   // The threads that share a tile.
   static constexpr int kTileThreads = Tile::kPingPong ? kWarpgroup : Tile::kMultipliers * kWarpgroup;
@@ -257,24 +321,6 @@ class ResultStore {
     return p.scale ? static_cast<const float*>(p.scale)[p.batches > 1 ? p.batch.At(work.batch).scale : 0] : 1;
   }
 
-  // Waits until the warp's part of the next buffer is free, and returns that buffer, in which each warp has 16 rows.
-  // The count goes on across tiles: the buffer is never the one handed out last. kAhead: buffers acquired before it and
-  // not yet handed out.
-  template <int kAhead = 0>
-  __device__ uint32_t Acquire() {
-    const uint32_t buffer = staging_ + next_ * kBlockBytes;
-    next_ = next_ + 1 == Tile::kStagingBuffers ? 0 : next_ + 1;
-    if (arguments_.boxes_out && hopper::ElectLane()) hopper::WaitStoresRead<Tile::kStagingBuffers - 1 - kAhead>();
-    __syncwarp();
-    return buffer;
-  }
-  // The warp's part of a buffer, on its way to rows from `row` (the buffer's first) and columns from `column` on.
-  __device__ void HandOutBox(const CUtensorMap& map, uint32_t buffer, int row, int column, int slice) const {
-    hopper::FenceSharedForCopies();
-    __syncwarp();
-    const int line = warp() * 16;
-    if (hopper::ElectLane()) hopper::StoreBox(map, buffer + line * hopper::kBoxRowBytes, column, row + line, slice);
-  }
   template <class U>
   __device__ void StoreAs(const Sums& sums, int row, const WgmmaWork& work) {
     const Problem& p = arguments_.problem;
@@ -301,7 +347,7 @@ class ResultStore {
           float z[8];
 #pragma unroll
           for (int i = 0; i < 8; ++i) z[i] = sums[block][chunk * kWidth / 2 + group * 8 + i] * scale;
-          Stage<U>(buffer, group, z);
+          Boxes::template Stage<U>(buffer, group, z);
         }
         HandOutBox(arguments_.out, buffer, row + block * 64, work.column + chunk * kWidth, work.slice);
       }
@@ -328,7 +374,7 @@ class ResultStore {
       const int row = first_row + index / kGroups * 64, in_row = index % kGroups * kGroup, in_buffer = in_row % kWidth;
       if (boxes && in_buffer == 0) {
         buffer = Acquire();
-        if (p.preactivation) before = Acquire<1>();
+        if (p.preactivation) before = Boxes::template Acquire<1>();
       }
       float z[kGroup / 2];
       SelectGroup<0, kCount>(sums, index, z);
@@ -341,10 +387,10 @@ class ResultStore {
       } else if (p.bias) {
         AddBias(z, Bias(work), row, work.column + in_row);
       }
-      if (boxes && p.preactivation) Stage<U>(before, in_buffer / 16, z);
+      if (boxes && p.preactivation) Boxes::template Stage<U>(before, in_buffer / 16, z);
       if (!preactivations) Activate<P::template kAccuracy<U>>(p.activation, z);
       if (boxes) {
-        Stage<U>(buffer, in_buffer / 16, z);
+        Boxes::template Stage<U>(buffer, in_buffer / 16, z);
         if (in_buffer + kGroup < kWidth) continue;
         const int column = work.column + in_row - in_buffer;
         HandOutBox(arguments_.out, buffer, row, column, work.slice);
@@ -390,38 +436,9 @@ class ResultStore {
     }
   }
 
-  // Into rows with the swizzle that the copy engine expects, from columns 16 `group` of the buffer on.
-  template <class U, int kCount>
-  static __device__ void Stage(uint32_t buffer, int group, const float (&z)[kCount]) {
-    const int lane = ResultStore::lane(), line = warp() * 16;
-#pragma unroll
-    for (int first = 0; first < kCount; first += 8, ++group) {
-      if constexpr (sizeof(U) == 2) {
-        const auto pair = [&](int i) { return ToPack<U, 2>([&](int j) { return z[first + i + j]; }).words[0]; };
-        const uint32_t place = Place(buffer, line + lane % 16, group * 2 + lane / 16);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(place), "r"(pair(0)),
-                     "r"(pair(2)), "r"(pair(4)), "r"(pair(6))
-                     : "memory");
-      } else {
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) {
-          const int at = group * 16 + lane % 4 * 2 + i / 4 * 8;
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(Place(buffer, line + lane / 4 + (i & 2) * 4, at / 4) +
-                                                                at % 4 * 4),
-                       "f"(z[first + i]), "f"(z[first + i + 1])
-                       : "memory");
-        }
-      }
-    }
-  }
-  static __device__ uint32_t Place(uint32_t buffer, int line, int piece) {
-    return buffer + line * hopper::kBoxRowBytes + (piece ^ line % 8) * 16;
-  }
-
   const WgmmaArguments& arguments_;
-  const uint32_t staging_, bias_;
+  const uint32_t bias_;
   const int warpgroup_;
-  uint32_t next_ = 0;
 };
 
 // A thread's way from sums of a tile to memory. It has pairs of adjacent columns (2 i + h, h = column) in two adjacent

@@ -1,0 +1,356 @@
+// A gated MLP's products on Hopper's tensor cores, with what follows them in the epilogue, for 16-bit operands.
+//
+// The kernel is that of wgmma_work.cuh in ping-pong. There are two passes.
+// Forward: activation(x w_gate) * (x w_up). A tile of rhs is 64 columns of w_gate beside the same 64 of w_up, so that a
+// thread has both products of an element. It activates, multiplies and rounds them. If derivatives are wanted, it
+// stores both products, too.
+// Backward: dh = dy w_down^T, whose sums become dgate = dh up activation'(gate) and dup = dh activation(gate). A warp
+// has the copy engine load its part of gate and up into buffers, computes in place, and has the results stored.
+#ifndef JAXOPS_OPS_MATMUL_GATED_CUH_
+#define JAXOPS_OPS_MATMUL_GATED_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/launch.cuh"
+#include "ops/matmul/wgmma_compute.cuh"
+#include "ops/matmul/wgmma_launch.cuh"
+
+namespace jaxops::matmul {
+
+// What the warpgroups that multiply have beside the ring. barriers: for the pass, kPassBarriers of each warp.
+struct PassMemory {
+  uint32_t staging, barriers;
+};
+inline constexpr int kPassBarriers = 2;
+
+// x w_gate and x w_up: lhs is x, rhs w_gate.
+template <class T_>
+struct GatedForward {
+  using T = T_;
+  using P = Product<T, T, Major::kDepth, Major::kSpace>;
+  using SumTile = WgmmaTile<128, 128, 2, 5, Schedule::kPingPong, 4>;  // both products
+  struct Tile : SumTile {
+    static constexpr int kColumns = SumTile::kColumns / 2;
+    static_assert(kColumns * sizeof(T) == hopper::kBoxRowBytes);  // a box, and a buffer, is as wide
+  };
+  using Sums = float[Tile::kBlocks][SumTile::kColumns / 2];
+
+  struct Arguments : WgmmaArguments {
+    Activation activation;
+    bool keeps_products;
+    CUtensorMap w_up, gate, up;
+  };
+
+  static __device__ void Prefetch(const Arguments& arguments) { hopper::Prefetch(arguments.w_up); }
+
+  // The tiles of rhs.
+  static __device__ void LoadRhs(const Arguments& arguments, const TileLoads& loads, const Ring<Tile>& ring, int stage,
+                                 int column, int k_tile) {
+    const Barrier full = ring.Full(stage);
+    LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(ring.Rhs(stage), loads.rhs, full, column, k_tile, 0);
+    LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(ring.Rhs(stage) + kBlockBytes, arguments.w_up, full, column, k_tile,
+                                                 0);
+  }
+
+  class Epilogue : public StagedBoxes<Tile> {
+   public:
+    __device__ Epilogue(const Arguments& arguments, const PassMemory& memory, int)
+        : Boxes(memory.staging), arguments_(arguments) {
+      if (threadIdx.x % kWarpgroup == 0) {
+        hopper::Prefetch(arguments.out);
+        if (arguments.keeps_products) {
+          hopper::Prefetch(arguments.gate);
+          hopper::Prefetch(arguments.up);
+        }
+      }
+    }
+
+    // Before the products of a work.
+    __device__ void Begin(const WgmmaWork&) const {}
+
+    __device__ void Store(const Sums& sums, const WgmmaWork& work) {
+      constexpr int kCount = Tile::kColumns / 2;
+#pragma unroll 1
+      for (int block = 0; block < Tile::kBlocks; ++block) {
+        float gate[kCount], up[kCount];
+        SelectGroup<0, 2 * Tile::kBlocks>(sums, 2 * block, gate);
+        SelectGroup<0, 2 * Tile::kBlocks>(sums, 2 * block + 1, up);
+        const auto store = [&](const CUtensorMap& map, const float (&values)[kCount]) {
+          const uint32_t buffer = this->Acquire();
+          Boxes::template Stage<T>(buffer, 0, values);
+          Boxes::HandOutBox(map, buffer, work.row + block * 64, work.column, 0);
+        };
+        if (arguments_.keeps_products) {
+          store(arguments_.gate, gate);
+          store(arguments_.up, up);
+        }
+        Activate<kAccuracyFor<T>>(arguments_.activation, gate);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) gate[i] *= up[i];
+        store(arguments_.out, gate);
+      }
+    }
+
+   private:
+    using Boxes = StagedBoxes<Tile>;
+    const Arguments& arguments_;
+  };
+};
+
+// dy w_down^T: lhs is dy, rhs w_down, which lies along k.
+template <class T_>
+struct GatedBackward {
+  using T = T_;
+  using P = Product<T, T, Major::kDepth, Major::kDepth>;
+  using SumTile = WgmmaTile<128, 192, 2, 4, Schedule::kPingPong, 4>;
+  using Tile = SumTile;
+  using Sums = float[Tile::kBlocks][Tile::kColumns / 2];
+
+  struct Arguments : WgmmaArguments {
+    Activation activation;
+    CUtensorMap gate, up, dgate, dup;
+  };
+
+  static __device__ void Prefetch(const Arguments& arguments) {
+    if (arguments.rhs_edge.bytes) hopper::Prefetch(arguments.rhs_at_edge);
+  }
+
+  static __device__ void LoadRhs(const Arguments&, const TileLoads& loads, const Ring<Tile>& ring, int stage,
+                                 int column, int k_tile) {
+    LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(ring.Rhs(stage), loads.rhs, ring.Full(stage), column, k_tile, 0);
+  }
+
+  // A tile's chunks are 64 rows by 64 columns. A pair of buffers has those of gate and up, which become dgate and dup;
+  // the next chunk's are loaded into the other pair meanwhile. Each warp has 16 rows, and a barrier for each pair.
+  class Epilogue : public StagedBoxes<Tile> {
+   public:
+    __device__ Epilogue(const Arguments& arguments, const PassMemory& memory, int warpgroup)
+        : Boxes(memory.staging), arguments_(arguments), barriers_(memory.barriers + warpgroup * 4 * kPassBarriers * 8) {
+      if (hopper::ElectLane()) {
+        for (int pair = 0; pair < kPairs; ++pair) Loaded(pair).Initialize(1);
+        hopper::FenceBarriers();
+      }
+      __syncwarp();
+    }
+
+    // Loads the first chunk while the products are computed.
+    __device__ void Begin(const WgmmaWork& work) const { Load(work, 0); }
+
+    __device__ void Store(const Sums& sums, const WgmmaWork& work) {
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        if (chunk + 1 < kChunks) Load(work, chunk + 1);
+        const uint32_t gates = Gates(chunk), ups = gates + kBlockBytes;
+        Loaded(chunk % kPairs).Wait(parity_ >> chunk % kPairs & 1);
+        parity_ ^= 1 << chunk % kPairs;
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group) {
+          float dh[8], gate[8], up[8];
+          SelectGroup<0, kChunks * kGroups>(sums, chunk * kGroups + group, dh);
+          Fetch(gates, group, gate);
+          Fetch(ups, group, up);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) up[i] *= dh[i];
+          Differentiate<kAccuracyFor<T>>(arguments_.activation, gate, up);
+          Activate<kAccuracyFor<T>>(arguments_.activation, gate);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) dh[i] *= gate[i];
+          Boxes::template Stage<T>(gates, group, up);
+          Boxes::template Stage<T>(ups, group, dh);
+        }
+        Boxes::HandOutBox(arguments_.dgate, gates, Row(work, chunk), Column(work, chunk), 0);
+        Boxes::HandOutBox(arguments_.dup, ups, Row(work, chunk), Column(work, chunk), 0);
+      }
+    }
+
+   private:
+    using Boxes = StagedBoxes<Tile>;
+    static constexpr int kWidth = hopper::kBoxRowBytes / sizeof(T), kGroups = kWidth / 16;
+    static constexpr int kChunks = Tile::kBlocks * Tile::kColumns / kWidth, kPairs = 2;
+    static_assert(kChunks % kPairs == 0 && kPairs * 2 == Tile::kStagingBuffers && kPairs == kPassBarriers);
+
+    static __device__ int Row(const WgmmaWork& work, int chunk) {
+      return work.row + chunk / (kChunks / Tile::kBlocks) * 64;
+    }
+    static __device__ int Column(const WgmmaWork& work, int chunk) {
+      return work.column + chunk % (kChunks / Tile::kBlocks) * kWidth;
+    }
+    __device__ uint32_t Gates(int chunk) const { return this->staging_ + chunk % kPairs * 2 * kBlockBytes; }
+    __device__ Barrier Loaded(int pair) const { return {barriers_ + (Boxes::warp() * kPassBarriers + pair) * 8}; }
+
+    // Loads the warp's part of a chunk's gate and up, once what was in the buffers has been stored.
+    __device__ void Load(const WgmmaWork& work, int chunk) const {
+      constexpr int kPartBytes = 16 * hopper::kBoxRowBytes;
+      const int line = Boxes::warp() * 16;
+      if (hopper::ElectLane()) {
+        hopper::WaitStoresRead<0>();
+        const Barrier loaded = Loaded(chunk % kPairs);
+        const uint32_t target = Gates(chunk) + line * hopper::kBoxRowBytes;
+        const int row = Row(work, chunk) + line, column = Column(work, chunk);
+        loaded.ArriveAndExpect(2 * kPartBytes);
+        hopper::LoadBox(target, arguments_.gate, loaded, column, row, 0);
+        hopper::LoadBox(target + kBlockBytes, arguments_.up, loaded, column, row, 0);
+      }
+      __syncwarp();
+    }
+
+    // What Stage would have put there.
+    static __device__ void Fetch(uint32_t buffer, int group, float (&values)[8]) {
+      const int lane = Boxes::lane(), line = Boxes::warp() * 16;
+      Pack<T, 8> pack;
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(pack.words[0]), "=r"(pack.words[1]), "=r"(pack.words[2]), "=r"(pack.words[3])
+                   : "r"(Boxes::Place(buffer, line + lane % 16, group * 2 + lane / 16))
+                   : "memory");
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = pack.template Widen<float>(i);
+    }
+
+    const Arguments& arguments_;
+    const uint32_t barriers_;
+    uint32_t parity_ = 0;  // a bit for each pair
+  };
+};
+
+template <class Pass>
+__device__ void LoadForPass(const typename Pass::Arguments& arguments, const Ring<typename Pass::Tile>& ring) {
+  using Tile = typename Pass::Tile;
+  using P = typename Pass::P;
+  FillRing<Tile, P>(arguments, ring, [&](const WgmmaWork& work, int, int, const auto& fill) {
+    const TileLoads loads(arguments, work);
+    fill([&](int stage, int k_tile) {
+      if (!hopper::ElectLane()) return;
+      ring.Full(stage).ArriveAndExpect(loads.bytes);
+      LoadTile<P::kLhs, Tile::kRows, P::kDepth>(ring.Lhs(stage), loads.lhs, ring.Full(stage), work.row, k_tile, 0);
+      Pass::LoadRhs(arguments, loads, ring, stage, work.column, k_tile);
+    });
+  });
+}
+
+// The warpgroups take tiles in turn, as in MultiplyAll.
+template <class Pass>
+__device__ void MultiplyForPass(const typename Pass::Arguments& arguments, const Ring<typename Pass::Tile>& ring,
+                                const PassMemory& memory, int warpgroup) {
+  using Tile = typename Pass::Tile;
+  using P = typename Pass::P;
+  constexpr int kTurn = 4;  // barrier kTurn + w: warpgroup w's turn to multiply
+  const WgmmaWorks<Tile, P> works(arguments);
+  typename Pass::Epilogue epilogue(arguments, memory, warpgroup);
+  RingPlace<Tile> place;
+  typename Pass::Sums sums;
+  const StageRelease<Tile> release(arguments, ring);
+  if (warpgroup == 1) hopper::NamedArrive(kTurn, 2 * kWarpgroup);
+  int turn = 1;
+  works.ForEach([&](const WgmmaWork& work) {
+    const int depth = work.last - work.first;
+    turn ^= 1;
+    if (turn != warpgroup) {
+      place.Skip(depth);
+      return;
+    }
+    epilogue.Begin(work);
+    hopper::NamedSync(kTurn + warpgroup, 2 * kWarpgroup);
+    int pending = -1;  // the stage of the products that may still be running
+    for (int i = 0; i < depth; ++i) {
+      ring.Full(place.stage).Wait(place.parity);
+      BeginProducts<typename P::T, typename P::V, typename Pass::SumTile, P>(ring.Lhs(place.stage),
+                                                                             ring.Rhs(place.stage), sums, i > 0);
+      if (pending >= 0) {
+        hopper::WaitProducts<1>();
+        release(pending);
+      }
+      pending = place.stage;
+      place.Advance();
+    }
+    hopper::NamedArrive(kTurn + 1 - warpgroup, 2 * kWarpgroup);
+    hopper::WaitProducts<0>();
+    hopper::Settle(sums);
+    release(pending);
+    epilogue.Store(sums, work);
+  });
+  epilogue.Finish();
+}
+
+template <class Pass>
+__global__ void __launch_bounds__(Pass::Tile::kThreads, 1)
+    WgmmaGated(const __grid_constant__ typename Pass::Arguments arguments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Tile = typename Pass::Tile;
+  extern __shared__ uint8_t shared[];
+  const uint32_t stages = (SharedAddress(shared) + 1023) & ~1023u;
+  const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes;
+  const Ring<Tile> ring = {stages, staging + Tile::kMultipliers * Tile::kStagingBytes};
+  static_assert(Tile::kMultipliers * 4 * kPassBarriers * 8 <= Tile::kBiasBytes);   // there is no bias
+  constexpr int kReady = 6, kReadyThreads = 32 + Tile::kMultipliers * kWarpgroup;  // as in WgmmaMatmul
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int warpgroup = warp / 4;
+  if (warpgroup == 0) {
+    if (warp == 0) {
+      if (hopper::ElectLane()) {
+        hopper::Prefetch(arguments.lhs);
+        hopper::Prefetch(arguments.rhs);
+        if (arguments.lhs_edge.bytes) hopper::Prefetch(arguments.lhs_at_edge);
+        Pass::Prefetch(arguments);
+        for (int stage = 0; stage < Tile::kStages; ++stage) {
+          ring.Full(stage).Initialize(1);
+          ring.Empty(stage).Initialize(4);  // the warps of a warpgroup
+        }
+        hopper::FenceBarriers();
+      }
+      __syncwarp();
+      hopper::NamedArrive(kReady, kReadyThreads);
+    }
+    hopper::ReleaseRegisters<kLoaderRegisters>();
+    if (warp == 0) LoadForPass<Pass>(arguments, ring);
+  } else {
+    hopper::NamedSync(kReady, kReadyThreads);
+    hopper::AcquireRegisters<kMultiplierRegisters>();
+    MultiplyForPass<Pass>(arguments, ring,
+                          {staging + (warpgroup - 1) * Tile::kStagingBytes, ring.barriers + Tile::kBarrierBytes},
+                          warpgroup - 1);
+  }
+#endif
+}
+
+// Describes x in boxes of box_rows rows.
+template <class T>
+cudaError_t DescribeMatrix(const void* x, int64_t rows, int64_t columns, int box_rows, CUtensorMap* map) {
+  return hopper::Describe(hopper::TensorView{x, kCopyType<T>, sizeof(T), columns, rows, 1, columns, box_rows}, map);
+}
+
+// An operand along k, in whole tiles and in what is left of the last one.
+template <class T>
+cudaError_t DescribeAlongDepth(const void* x, int64_t rows, int64_t k, int tile, CUtensorMap* map, TileEdge* edge,
+                               CUtensorMap* at_edge) {
+  constexpr int kGroup = 8;  // rows of the swizzle
+  const int rest = static_cast<int>(rows % tile + kGroup - 1) / kGroup * kGroup;
+  const cudaError_t status = DescribeMatrix<T>(x, rows, k, tile, map);
+  if (status != cudaSuccess || rest % tile == 0) return status;
+  *edge = {static_cast<int>(rows / tile * tile), (tile - rest) * hopper::kBoxRowBytes};
+  return DescribeMatrix<T>(x, rows, k, rest, at_edge);
+}
+
+// Launches a pass over [m, k] @ [k, n], whose maps the arguments have. cudaErrorNotSupported if there are too many
+// tiles.
+template <class Pass>
+cudaError_t LaunchPass(cudaStream_t stream, int64_t m, int64_t n, int64_t k, int band,
+                       typename Pass::Arguments& arguments) {
+  using Tile = typename Pass::Tile;
+  const auto tiles = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
+  const int64_t rows = tiles(m, Tile::kRows), columns = tiles(n, Tile::kColumns), works = rows * columns;
+  if (std::max({m, n, k, columns * band}) > kMaxMatrixSize || works > kMaxMatrixSize / 2) return cudaErrorNotSupported;
+  arguments.raster = Raster(static_cast<uint32_t>(rows), static_cast<uint32_t>(columns),
+                            static_cast<uint32_t>(tiles(k, Pass::P::kDepth)), 1, 1, band);
+  arguments.parts = 1;
+  arguments.stage_bytes = Tile::kStageBytes;
+  int multiprocessors = 0;
+  const cudaError_t status = CountMultiprocessors(&multiprocessors);
+  if (status != cudaSuccess) return status;
+  return Launch(stream, WgmmaGated<Pass>,
+                {std::min<int64_t>(works, multiprocessors), Tile::kThreads, 1, Tile::kSharedBytes}, arguments);
+}
+
+}  // namespace jaxops::matmul
+
+#endif  // JAXOPS_OPS_MATMUL_GATED_CUH_
