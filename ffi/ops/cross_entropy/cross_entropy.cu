@@ -33,7 +33,7 @@ struct PackedArguments {
   float cap, reciprocal, z_loss;         // cap: 0 if there is none; reciprocal: 1 / cap
   int64_t rows;
   int columns;
-  int lane_bits, parts;  // lanes are a power of two
+  int lane_bits, parts;  // lanes are a power of two; a block of fewer threads has a row, or a part of one
 
   __host__ __device__ int lanes() const { return 1 << lane_bits; }
 };
@@ -311,12 +311,13 @@ class Joining {
   __device__ void Join(Summary<float>* all) {
     Shuffle(min(lanes_, 32), all);
     if (lanes_ > 32) {
-      __shared__ Summary<float> of_warps[kMostThreads / 32];
+      __shared__ Summary<float> of_warps[kMostWarps];
       const int warps = lanes_ / 32, warp = threadIdx.x / 32;
       if (threadIdx.x % 32 == 0) of_warps[warp] = *all;
       __syncthreads();
-      *all = of_warps[warp / warps * warps + threadIdx.x % warps];
-      Shuffle(warps, all);
+      const int other = threadIdx.x % kMostWarps;
+      *all = other < warps ? of_warps[warp / warps * warps + other] : Summary<float>::None();
+      Shuffle(kMostWarps, all);
     }
     if (parts_ > 1) {
       __shared__ Summary<float> of_block;
@@ -339,6 +340,8 @@ class Joining {
   }
 
  private:
+  static constexpr int kMostWarps = kMostThreads / 32;
+
   __device__ static void Shuffle(int lanes, Summary<float>* all) {
     float max = all->max;
     for (int distance = lanes / 2; distance > 0; distance /= 2)
@@ -355,14 +358,14 @@ class Joining {
 template <class T, Pass kPass, bool kOptions>
 __global__ void __launch_bounds__(kMostThreads, 2) PackedRows(const __grid_constant__ PackedArguments a) {
   using P = typename PartOfRow<T>::P;
-  const int lane = threadIdx.x & (a.lanes() - 1), step = a.lanes();
+  const int lane = threadIdx.x & (a.lanes() - 1), step = min(a.lanes(), static_cast<int>(blockDim.x));
   int64_t rows_before = blockIdx.x;
   int part_of_row = 0;
   if (a.parts > 1) {
     rows_before = blockIdx.x / a.parts;
     part_of_row = blockIdx.x % a.parts;
   }
-  const int64_t row = rows_before * (blockDim.x >> a.lane_bits) + (threadIdx.x >> a.lane_bits);
+  const int64_t row = rows_before * max(blockDim.x >> a.lane_bits, 1u) + (threadIdx.x >> a.lane_bits);
   const PartOfRow<T> part(a, row, part_of_row);
   const bool there = row < a.rows, first = there && lane == 0 && part_of_row == 0;
   const uint8_t* const where = kOptions && a.where && there ? a.where + a.where_rows.Offset(0, row) : nullptr;
@@ -569,33 +572,33 @@ bool IsPacked(const CrossEntropyCall& call) {
 // log2 of n, rounded up.
 int Bits(int64_t n) { return std::bit_width(static_cast<uint64_t>(std::max<int64_t>(n, 1) - 1)); }
 
-// The lanes and parts of a pass; false: a cluster does not hold a row. Parts: 8 are portable.
+// The lanes and parts of a pass, and the threads of a block; 0: a cluster does not hold a row. Parts: 8 are portable.
 template <class T>
-bool Place(Pass pass, int multiprocessors, PackedArguments* a) {
+int Place(Pass pass, int multiprocessors, PackedArguments* a) {
   constexpr int64_t kPack = kPackOf<T>;
   const bool whole = a->columns % kPack == 0 && IsAligned(a->x);
   const int64_t packs = (a->columns + kPack - 1) / kPack + !whole, threads = (packs + kHeld - 1) / kHeld;
   const bool clusters = CompiledCapability() >= kHopper;
+  const auto few = [&](int most) { return 2 * a->parts <= most && a->rows * a->parts < 2 * multiprocessors; };
+  if (pass == Pass::kBoth && threads > kUsualThreads) {
+    // As few blocks as hold the row, of as many warps as hold a block's part.
+    a->lane_bits = kMostBits;
+    a->parts = static_cast<int>((threads + kMostThreads - 1) / kMostThreads);
+    if (a->parts > (clusters ? kMostParts : 1)) return 0;
+    while (clusters && few(8)) a->parts *= 2;
+    const int64_t share = (packs + a->parts - 1) / a->parts;
+    return static_cast<int>((share + 32 * kHeld - 1) / (32 * kHeld)) * 32;
+  }
   a->lane_bits = std::min(Bits(threads), kUsualBits);
   a->parts = 1;
-  if (pass == Pass::kBoth && threads > kUsualThreads) {
-    const int64_t few = clusters ? 8 : 1, most = clusters ? kMostParts : 1;
-    if (!clusters || threads > few * kUsualThreads) a->lane_bits = kMostBits;
-    const int64_t parts = (threads + a->lanes() - 1) / a->lanes();
-    if (parts > most) return false;
-    a->parts = static_cast<int>(parts);
-  }
   // Few rows: more threads for each, then more blocks, while the threads have packs.
   while (a->lane_bits < kUsualBits && (a->rows << a->lane_bits) < multiprocessors * kUsualThreads &&
          packs > 2 * a->lanes()) {
     ++a->lane_bits;
   }
   const int most = pass == Pass::kBackward ? 1024 : clusters ? 8 : 1;
-  while (a->lane_bits == kUsualBits && 2 * a->parts <= most && a->rows * a->parts < 2 * multiprocessors &&
-         packs > 2 * a->parts * a->lanes()) {
-    a->parts *= 2;
-  }
-  return true;
+  while (a->lane_bits == kUsualBits && few(most) && packs > 2 * a->parts * a->lanes()) a->parts *= 2;
+  return kUsualThreads;
 }
 
 template <class T, Pass kPass>
@@ -603,13 +606,14 @@ cudaError_t LaunchPacked(Device stream, const CrossEntropyCall& call, PackedArgu
   using Call = CrossEntropyCall;
   int multiprocessors = 0;
   if (const cudaError_t status = CountMultiprocessors(&multiprocessors); status != cudaSuccess) return status;
-  if (!Place<T>(kPass, multiprocessors, &a)) {
+  const int threads = Place<T>(kPass, multiprocessors, &a);
+  if (threads == 0) {
     if (const cudaError_t status = LaunchPacked<T, Pass::kForward>(stream, call, a); status != cudaSuccess)
       return status;
     return LaunchPacked<T, Pass::kBackward>(stream, call, a);
   }
-  const int teams = std::max(kUsualThreads >> a.lane_bits, 1);
-  const Grid grid = {(a.rows + teams - 1) / teams * a.parts, teams * a.lanes(), kPass == Pass::kBackward ? 1 : a.parts};
+  const int teams = std::max(threads >> a.lane_bits, 1);
+  const Grid grid = {(a.rows + teams - 1) / teams * a.parts, threads, kPass == Pass::kBackward ? 1 : a.parts};
   if (a.where) {
     a.where_rows = call.shape.rows.Only(Call::kWhere);
     a.where_step = call.shape.columns.strides[0][Call::kWhere];
