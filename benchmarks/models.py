@@ -348,7 +348,11 @@ class LlamaBlock(nn.Module):
 
         def perceptron(y):
             if parts.fused:
-                shapes = {"gate": (size.width, size.inner), "up": (size.width, size.inner), "down": (size.inner, size.width)}
+                shapes = {
+                    "gate": (size.width, size.inner),
+                    "up": (size.width, size.inner),
+                    "down": (size.inner, size.width),
+                }
                 return jaxops.gated_mlp(y, *(Kernel(shape, name=name)().astype(BF16) for name, shape in shapes.items()))
             gate, up = (dense(size.inner, name=name)(y) for name in ("gate", "up"))
             return dense(size.width, name="down")(nn.silu(gate) * up)

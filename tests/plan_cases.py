@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from support import frames
-from support.frame_cases import gated_calls, matmul_call
+from support.frame_cases import gated_calls, matmul_call, planned
 from support.ops import ROW_OPS
 from support.row_cases import COLUMNS_ONCE
 
@@ -193,23 +193,15 @@ def row_calls() -> Iterator[frames.Call]:
 
 def plan_of(call: frames.Call) -> tuple[str, ...]:
     """What distinguishes the kernels of a call of a row op: its handler, dtypes, options and plan."""
-    kernel = _kernel.KERNELS[call.handler]
-    attributes = dict(call.attributes)
-    has = tuple(name[4:] for name in attributes if name.startswith("has_") and attributes[name] and name != "has_parts")
-    has += tuple(slot.name for slot in kernel.results if slot.given)
-    params = {name: value for name, value in attributes.items() if not name.startswith("has_") and name != "epsilon"}
-    axes = tuple(int(a) for a in params.pop("axes"))
+    kernel, arguments = planned(call)
     first, last = call.operands[0], call.results[0]
-    grouped = tuple(a for a, d in enumerate(last.shape) if a not in axes and d > 1)
-    kept: tuple[int, ...] = ()
-    if summed := [r for r in call.results[1:] if len(r.shape) == len(first.shape)]:
-        kept = tuple(a for a in grouped if summed[-1].shape[a] == first.shape[a])
     avals = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in call.operands]
-    numbers = {name: int(value) for name, value in params.items()}
-    plan = kernel.plan(*avals, axes=axes, kept=kept, has=has, dtype=last.dtype, **numbers)
+    plan = kernel.plan(*avals, **arguments)
+    has = arguments["has"]
+    numbers = {name: value for name, value in arguments.items() if name not in ("axes", "kept", "has", "dtype")}
     dtypes = sorted({str(b.dtype) for b in (first, last)})
     kind = "any" if len(dtypes) > 1 or plan["any_dtype"] else dtypes[0]
-    split = "parts" if attributes.get("has_parts") else ""
+    split = "parts" if call.attributes.get("has_parts") else ""
     # Threads and blocks are numbers that a kernel is told: any will do.
     of_kernel = (plan["kernel"], plan["packs"], plan["elements"], plan["layout"], plan["cluster"] > 1)
     return (call.handler, kind, " ".join(sorted(has)), str(numbers), *map(str, of_kernel), split)

@@ -262,8 +262,7 @@ class Launcher {
     const Sharing sharing = plan.cluster > 1 ? Sharing::kCluster : plan.lanes <= 32 ? Sharing::kWarp : Sharing::kBlock;
     const auto each = [&]<Sharing kSharing, int kPacks> {
       if constexpr (Names(StagedTable<kSums>::kLadder, kKernelOf<kSharing>, kPacks)) {
-        constexpr int kLimit =
-            StagedRegisters(kSums, Op::kInputs, Op::kParameters, kPacks, kSharing == Sharing::kCluster);
+        constexpr int kLimit = StagedRegisters(kSums, Op::kInputs, Op::kParameters, kPacks);
         if (plan.packs == kPacks && sharing == kSharing)
           visit.template operator()<rows::Along<kSharing, kPacks, kLimit>>();
       }

@@ -339,8 +339,8 @@ constexpr RowPlan PlanAlong(const RowProblem& p, const RowDevice& device) {
 }
 
 // The most registers of a kernel of staged rows.
-constexpr int StagedRegisters(bool sums, int inputs, int parameters, int packs, bool cluster) {
-  return kStagedRegisters[sums ? 3 : parameters ? 2 : inputs - 1][packs > 33 ? 3 : packs == 33 ? 1 + cluster : 0];
+constexpr int StagedRegisters(bool sums, int inputs, int parameters, int packs) {
+  return kStagedRegisters[sums ? 3 : parameters ? 2 : inputs - 1][packs < 33 ? 0 : packs == 33 ? 1 : 2];
 }
 // How many elements of a thread lie in every row, in every block: its first, which are read without a question. Threads
 // are the fewest whole warps that hold a block's share: at least half of them do, of a cluster's, which has 96 and
@@ -474,8 +474,7 @@ inline int64_t PlanChunks(RowProblem p) {
   if (plan.any) p.elements = Elements::kAny;
   if (plan.kernel == Kernel::kNone) return std::clamp<int64_t>((1 << 20) / std::max<int64_t>(p.columns, 1), 7, 264);
   const bool warp = plan.cluster == 1 && plan.lanes <= 32;
-  const int registers = plan.kernel == Kernel::kStagedRows
-                            ? StagedRegisters(true, p.inputs, p.parameters, plan.packs, plan.cluster > 1)
+  const int registers = plan.kernel == Kernel::kStagedRows ? StagedRegisters(true, p.inputs, p.parameters, plan.packs)
                         : plan.elements ? kSumElementRegisters
                                         : SumsKernelOf(p.elements, plan.kernel, plan.packs, p.sums).registers;
   return ClustersAtOnce(warp ? kWarpThreads : plan.lanes, registers, SharedBytesOf(p, plan), plan.cluster);

@@ -140,12 +140,11 @@ inline constexpr int kPersistentRegisters = 128, kPersistentParameterRegisters =
 // With sums, of 16 bits and f32: chunks of rows are as many as these let an H200 hold at once.
 inline constexpr int kSumRegisters[] = {128, 96}, kSumWideRegisters[] = {255, 168};  // 2 packs, 4
 inline constexpr int kSumClusterRegisters = 255, kSumElementRegisters = 128;
-inline constexpr int kStagedRegisters[4][4] = {
-    // [one input, two, parameters, sums][16, 33, 33 in a cluster, 64 elements]
-    {96, 112, 112, 168},
-    {128, 168, 168, 255},
-    {128, 168, 136, 255},   // three blocks of 160 threads
-    {144, 255, 200, 255}};  // two
+inline constexpr int kStagedRegisters[4][3] = {// [one input, two, parameters, sums][16, 33, 64 elements]
+                                               {96, 112, 168},
+                                               {128, 168, 255},
+                                               {128, 168, 255},  // 136, for a third block of 160 threads: .75
+                                               {144, 255, 255}};
 
 inline constexpr int kFewPacks[] = {1, 2};  // of the kernels of few rows, of one input and of two
 // "Few rows" take at most so many threads, half of what an H200 runs at once: each thread has one pack then. Smaller

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxops
-from jaxops import _kernel, _rows
+from jaxops import _kernel
 from jaxops.ops import _matmul_choice as choices
 from support import contract, frames
 
@@ -67,6 +67,22 @@ def row_calls(op: str, dtype: str, options: bool, across: bool = False, platform
     return _forward_and_backward(function, platform, dtype, [x, *vectors, x, where], 3)
 
 
+def planned(call: frames.Call) -> tuple[Any, dict[str, Any]]:
+    """A row op's kernel, and the keyword arguments with which it plans a call: as when it is traced."""
+    kernel, attributes = _kernel.KERNELS[call.handler], dict(call.attributes)
+    has = tuple(name[4:] for name in attributes if name.startswith("has_") and attributes[name] and name != "has_parts")
+    has += tuple(slot.name for slot in kernel.results if slot.given)
+    params = {name: value for name, value in attributes.items() if not name.startswith("has_") and name != "epsilon"}
+    axes = tuple(int(a) for a in params.pop("axes"))
+    first, last = call.operands[0], call.results[0]
+    kept: tuple[int, ...] = ()
+    if summed := [r for r in call.results[1:] if len(r.shape) == len(first.shape)]:
+        grouped = (a for a, d in enumerate(last.shape) if a not in axes and d > 1)
+        kept = tuple(a for a in grouped if summed[-1].shape[a] == first.shape[a])
+    numbers = {name: int(value) for name, value in params.items()}
+    return kernel, {"axes": axes, "kept": kept, "has": has, "dtype": last.dtype, **numbers}
+
+
 def resized(
     call: frames.Call, rows: int, columns: int, length: int = LENGTH, chunks: int | None = None, split: bool = True
 ) -> frames.Call:
@@ -83,10 +99,11 @@ def resized(
     operands, results = buffers(call.operands), buffers(call.results)
     for i in call.workspaces:
         sums, groups, _, summed = results[i].shape
-        x = operands[0].shape
-        widest = max(operand.dtype.itemsize for operand in operands if operand.shape == x)
-        each = max(math.prod(x) // max(groups * summed, 1), 1)
-        found = chunks or _rows._chunks(groups, each, summed, widest)
+        if chunks is None:
+            kernel, arguments = planned(call.replace(operands=tuple(operands), results=tuple(results)))
+            found = kernel._chunks(*operands, **arguments)
+        else:
+            found = chunks
         results[i] = frames.Operand((sums, groups, found, summed), results[i].code)
     attributes = dict(call.attributes)
     if split and "has_parts" in attributes:
