@@ -133,7 +133,7 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
     ],
 )
 def test_tf32_without_copies_of_aligned_operands(m, n, k, layout, tile, copies):
-    """But lhs along m; with the tiles that were measured (benchmarks/TUNING.md)."""
+    """But lhs along m; with the tiles that were measured."""
     choice = choices.choose(product(m, n, k, "tf32", layout, result_bytes=4), H200)
     assert (choice.tile and choice.tile[:2], (choice.lhs_copy, choice.rhs_copy)) == (tile, copies)
 
@@ -294,7 +294,7 @@ def test_tiles_and_bands_of_large_products(m, n, k, tile, band, monkeypatch):
         (4096, 4096, 102, "NN", (128, 256), (0, 0), (True, False)),
         (4096, 4096, 101, "NN", (128, 128), (1, 0), (False, False)),  # rows are aligned to 2 bytes
         (500, 500, 500, "NN", (64, 64), (0, 0), (True, True)),
-        (64, 1000, 2050, "NN", (64, 64), (1, 0), (False, False)),  # in pieces it took less (TUNING.md)
+        (64, 1000, 2050, "NN", (64, 64), (1, 0), (False, False)),  # in pieces it took less
         (1002, 1002, 1002, "NN", (64, 128), (1, 1), (False, False)),
         (4100, 4100, 4100, "NN", (128, 256), (0, 1), (True, False)),
     ],
