@@ -87,8 +87,9 @@ struct Pair {
   using Output = U;
 };
 
-// Calls visit.operator()<T>() -> Error for the dtypes of an op's input and result. They are equal, or one is f32
-// (jaxops/_rows.py reduces other pairs to these). bf16, f32 and f64 have their own kernels; other pairs use AnyFloat.
+// Calls visit.operator()<T>() -> Error for the dtypes of an op's input and its result, which are equal, or one of them
+// f32 (jaxops/_rows.py reduces other pairs to these): bf16, f32 and f64 have kernels of their own, other pairs
+// AnyFloat.
 template <class Visit>
 Error VisitDtype(const char* handler, DataType input, DataType output, const Visit& visit) {
   if (input == output) {

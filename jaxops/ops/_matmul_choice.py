@@ -1,7 +1,7 @@
 """Which kernel computes a matmul on a GPU: a pure function of the product and the device, from the tables below.
 
-Nothing is timed at run time, because a command buffer must not depend on timing. The rates below were measured.
-`jaxops.explain` shows which kernel a call gets.
+Nothing is timed at run time: what is recorded in a command buffer must not depend on it. The rates are measured ones
+(benchmarks/TUNING.md); `jaxops.explain` shows what a call gets.
 """
 
 from __future__ import annotations
@@ -540,7 +540,7 @@ def _is_unaligned(product: Product) -> bool:
 
 
 def slower_than_xla(product: Product, device: Device, activation: bool, bias: bool) -> str | None:
-    """Why XLA's dot is chosen, for products where it was measured to be faster."""
+    """Why XLA's dot is chosen, for products where it was measured to be faster (benchmarks/TUNING.md)."""
     side = min(product.m, product.n if product.triangle == "result" else product.k)
     if product.triangle and product.arithmetic == "16bit" and side >= 512 and not any(_copies(product)):
         return None  # XLA multiplies the other half as well

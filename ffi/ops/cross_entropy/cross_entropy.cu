@@ -38,9 +38,9 @@ struct PackedArguments {
   __host__ __device__ int lanes() const { return 1 << lane_bits; }
 };
 
-// Exponentials are taken as 2^(z log2e - level) with level = origin log2e, rounded: one fused operation per element.
-// Rounding the level multiplies the whole row by one factor, which Correction() removes; so differences of large logits
-// are exact. origin: the row's maximum, 0 if that is not finite.
+// Exponentials are taken as 2^(z log2e - level) with level = origin log2e, rounded: one fused operation an element.
+// What the rounding makes of them is a factor of the whole row, which Correction() takes away; so differences of large
+// logits are exact. origin: the row's maximum, 0 if that is not finite.
 constexpr float kLog2E = rows::kLog2E;
 __device__ inline float Level(float origin) { return origin * kLog2E; }
 __device__ inline float Correction(float origin) { return rows::Exp2(-fmaf(origin, kLog2E, -Level(origin))); }
@@ -48,11 +48,11 @@ __device__ inline float Exponential(float z, float level) { return rows::Exp2(fm
 __device__ inline double Level(double origin) { return origin; }
 __device__ inline double Correction(double) { return 1; }
 __device__ inline double Exponential(double z, double level) { return exp(z - level); }
-// 2^(a - b), or exp(a - b) for doubles: from one level to another.
+// 2^(a - b), or exp(a - b) of doubles: from one level to another.
 __device__ inline float Rescaling(float a, float b) { return rows::Exp2(a - b); }
 __device__ inline double Rescaling(double a, double b) { return exp(a - b); }
 
-// (max, sum of exponentials at the maximum's level, sum of z) over some elements.
+// (max, sum of exponentials at the maximum's level, sum of z) of some elements.
 template <class A>
 struct Summary {
   A max, total, sum;
@@ -61,7 +61,7 @@ struct Summary {
   __device__ static A Origin(A max) { return fabs(max) < std::numeric_limits<A>::infinity() ? max : A{0}; }
   __device__ A Origin() const { return Origin(max); }
   __device__ A Level() const { return jaxops::Level(Origin()); }
-  // The total at another level. An empty total is 0 at every level.
+  // The total at another level. That of nothing is 0 at any.
   __device__ A TotalAt(A level) const { return total == 0 ? A{0} : total * Rescaling(Level(), level); }
   // Makes `larger` the maximum, if it is.
   __device__ void Raise(A larger) {

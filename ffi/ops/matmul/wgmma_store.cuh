@@ -229,13 +229,13 @@ class ResultStore {
   }
 
   __device__ void Finish() const {
-    if (hopper::ElectLane()) hopper::WaitStoresRead<0>();  // their data is in memory when the kernel is done
+    if (hopper::ElectLane()) hopper::WaitStoresRead<0>();  // what they write is there when the kernel is done
   }
 
  private:
   static constexpr bool kFreeScale = sizeof(typename P::T) == 1;  // scales belong to the short code too
 
-  // Read anew at each use: kept alive, they would push sums out of the registers.
+  // Read anew at each use: as values that live on they would push sums out of the registers.
   static __device__ int thread() {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -258,9 +258,9 @@ class ResultStore {
     return p.scale ? static_cast<const float*>(p.scale)[p.batches > 1 ? p.batch.At(work.batch).scale : 0] : 1;
   }
 
-  // Waits until the warp's part of the next buffer is free, and returns that buffer, which has 16 rows for each warp.
-  // The count continues across tiles: the buffer is never the last one handed out. kAhead: buffers acquired before it
-  // and not yet handed out.
+  // Waits until the warp's part of the next buffer is free, and returns that buffer, in which each warp has 16 rows.
+  // The count goes on across tiles: the buffer is never the one handed out last. kAhead: buffers acquired before it and
+  // not yet handed out.
   template <int kAhead = 0>
   __device__ uint32_t Acquire() {
     const uint32_t buffer = staging_ + next_ * kBlockBytes;
@@ -269,7 +269,7 @@ class ResultStore {
     __syncwarp();
     return buffer;
   }
-  // Sends the warp's part of a buffer to rows from `row` (the buffer's first) and columns from `column` on.
+  // The warp's part of a buffer, on its way to rows from `row` (the buffer's first) and columns from `column` on.
   __device__ void HandOutBox(const CUtensorMap& map, uint32_t buffer, int row, int column, int slice) const {
     hopper::FenceSharedForCopies();
     __syncwarp();
@@ -309,7 +309,7 @@ class ResultStore {
   }
 
   // Sums with scale, bias and activation, or to rows of any alignment: long code, once, in a loop. Unrolled, the
-  // kernels were up to half slower, probably because the instruction cache had no room.
+  // kernels were up to half slower (benchmarks/TUNING.md), probably for want of room in the instruction cache.
   template <class U>
   __device__ void StoreFinished(const Sums& sums, int first_row, const WgmmaWork& work) {
     // Columns per buffer, and per group of sums: the more the better while registers last.
@@ -391,7 +391,7 @@ class ResultStore {
     }
   }
 
-  // Into rows with the swizzle that the copy engine expects, from the buffer's column 16 `group` on.
+  // Into rows with the swizzle that the copy engine expects, from columns 16 `group` of the buffer on.
   template <class U, int kCount>
   static __device__ void Stage(uint32_t buffer, int group, const float (&z)[kCount]) {
     const int lane = ResultStore::lane(), line = warp() * 16;
