@@ -23,7 +23,8 @@ ENFORCED = (
     *("*.md", "docs/**/*.md", "tests/*.md", ".github/**/*.md"),
     *("jaxops/flax/linen/*.py", "jaxops/ops/*norm.py", "jaxops/ops/*softmax.py", "jaxops/ops/matmul.py"),
     *("tools/*.py", "tests/support/*.py", "benchmarks/demo/*.py", "examples/*.py"),
-    *("ffi/core/*", "ffi/hopper/*", "ffi/ops/*/[!g]*"),  # not yet: ffi/rows, gated*
+    *("ffi/core/*.h", "ffi/core/launch.cuh", "ffi/hopper/*", "ffi/ops/*/*_cpu.*"),
+    *(f"ffi/ops/{op}/*" for op in ("attention", "logits", "norm", "softmax", "log_softmax")),
 )
 #: The groups that `--counts` prints, and how many of a word they may have per 1000 words; None: not limited.
 GROUPS: dict[str, tuple[tuple[str, ...], dict[str, float] | None]] = {
