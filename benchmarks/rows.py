@@ -22,9 +22,6 @@ from support.ops import COMPARISONS, ROW_OPS
 import jaxops
 from benchmarks import harness
 
-#: Ops whose comparison takes an axis.
-ANY_AXIS = ("softmax", "log_softmax")
-
 COLUMNS = {
     "gpu": (
         *(64, 127, 256, 768, 1000, 1024, 2048, 4096, 4097, 5120, 8192, 16384),
@@ -140,7 +137,7 @@ def _residual_form(op):
 def _widening_form(op):
     """16 bits in, f32 out."""
     ours = getattr(jaxops, op)
-    if op in ANY_AXIS:
+    if COMPARISONS[op].axis:
         ours = functools.partial(ours, dtype=jnp.float32)
     reference = COMPARISONS[op].reference
     operands = functools.partial(_rows_of_4096, op)
@@ -188,7 +185,7 @@ FORMS = (
     ),
     _residual_form("layer_norm"),
     _residual_form("rms_norm"),
-    *map(_widening_form, ROW_OPS),
+    *(_widening_form(op) for op in ROW_OPS if COMPARISONS[op].family != "rows"),
 )
 
 
@@ -199,7 +196,7 @@ def cases(op: str, dtype: str, quick: bool) -> list[Case]:
     found = [Case((max(1, size // columns), columns)) for columns in (QUICK_COLUMNS if quick else COLUMNS[backend])]
     if quick:
         return found
-    return [*found, *FEW_ROWS[backend], *(AXIS_CASES[backend] if op in ANY_AXIS else ())]
+    return [*found, *FEW_ROWS[backend], *(AXIS_CASES[backend] if COMPARISONS[op].axis else ())]
 
 
 @functools.lru_cache(maxsize=1)

@@ -10,15 +10,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.ops import ROW_OPS, parameter_dtype
+from support.ops import COMPARISONS, parameter_dtype
 
 import jaxops
 from benchmarks import harness, rows
 
 #: What may come with each op, at most one of them at a time; "to float32" is for operands of 16 bits.
 OPTIONS = {
-    op: ("where", "bias", "causal", "to float32") if op in rows.ANY_AXIS else ("residual", "no parameters")
-    for op in ROW_OPS
+    name: {"logits": ("where", "bias", "causal", "to float32"), "norm": ("residual", "no parameters")}[case.family]
+    for name, case in COMPARISONS.items()
+    if case.family in ("logits", "norm")
 }
 
 
@@ -59,7 +60,7 @@ def random_cases(seed: int, count: int, most: float) -> list[Case]:
             axes: tuple[int, ...] = (rank - 1,)
         else:
             axes = tuple(sorted(map(int, rng.choice(rank, 1 if kind == "other" else 2, replace=False))))
-        op = str(rng.choice(ROW_OPS))
+        op = str(rng.choice([*OPTIONS]))
         option = str(rng.choice(["", str(rng.choice(OPTIONS[op]))]))
         if option == "causal" and kind != "last":
             continue
@@ -117,7 +118,7 @@ def _operands(case: Case, dtype: np.dtype, rng: harness.Generator) -> tuple[jax.
         return normal(case.shape), rng.standard_normal(broadcast) < 1.15
     if case.option == "bias":
         return normal(case.shape), normal(broadcast)
-    if case.op in rows.ANY_AXIS:
+    if COMPARISONS[case.op].family == "logits":
         return (normal(case.shape),)
     parameters = 0 if case.option == "no parameters" else 2 if case.op == "layer_norm" else 1
     vectors = [normal(case.row, parameter_dtype(dtype)) for _ in range(parameters)]
@@ -130,7 +131,7 @@ def tasks(cases: list[Case], dtype: str) -> list[harness.Task]:
     for case in cases:
         if case.option == "to float32" and jnp.dtype(dtype).itemsize > 2:
             continue
-        ours, reference = (_softmaxes if case.op in rows.ANY_AXIS else _norms)(case)
+        ours, reference = (_softmaxes if COMPARISONS[case.op].family == "logits" else _norms)(case)
         draw = harness.drawing(functools.partial(_operands, case, np.dtype(dtype)))
         size = math.prod(case.shape) * jnp.dtype(dtype).itemsize
         for direction, tensors in (("forward", 2), ("backward", 3)):

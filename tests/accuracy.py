@@ -25,9 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from fuzz import Case
 from support import oracle
+from support.ops import CASES
 
 #: The ops whose errors are bounded here; attention's are bounded case by case, in support/attention_cases.py.
-OPS = tuple(op for op in fuzz.OPS if op != "attention")
+OPS = tuple(op for op in fuzz.OPS if CASES[op].family != "attention")
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "accuracy.csv", ROOT / "docs" / "accuracy.md"
@@ -65,11 +66,11 @@ def bound(op: str, dtype: str, options: str, on_gpu: bool) -> Bound:
         return BOUNDS["products in TF32"]
     if dtype in fuzz.EIGHT_BITS:
         return BOUNDS["products, 8 bits, GPU" if on_gpu else "products, 8 bits"]
-    kind = "products" if op in ("matmul", "dot_general") else "rows of 2^20" if "2^20" in options else "rows"
+    kind = "products" if CASES[op].family == "product" else "rows of 2^20" if "2^20" in options else "rows"
     if kind == "products" and options.startswith("bias") and np.dtype(dtype).itemsize == 2:
         kind = "products with bias and activation"
     wide = np.dtype(dtype).itemsize > 2 or options == "float32 result"
-    if wide and op.endswith("softmax") and options == "scale, bias":
+    if wide and CASES[op].family == "logits" and options == "scale, bias":
         kind = "rows with scale and bias"
     return BOUNDS[f"{kind}, 32 or 64 bits" if wide else f"{kind}, 16 bits"]
 
@@ -84,19 +85,23 @@ PRODUCTS = ("normal", "wide", "tiny", "equal", "zero", "nan")
 
 def _row_cases(op: str, dtype: str, long: bool) -> dict[str, list[Case]]:
     """By options: the cases of a row op, the values of each of several kinds."""
-    logits = op.endswith("softmax")
-    values = LOGITS if logits else NORMS
+    family = CASES[op].family
+    logits = family == "logits"
+    values = {"rows": fuzz.ROW_VALUES, "logits": LOGITS, "norm": NORMS}[family]
     scaled = tuple(v for v in values if v not in ("huge", "-inf", "inf", "nan")) if logits else values
     wide = "float64" if dtype == "float64" else "float32"
     x, n = (6, 1000), 1000
+    takes_axis = family == "norm" or CASES[op].axis
 
     def case(*operands, shape=x, values=values, axis=-1, **options):
-        options = {"axis": axis} | ({} if logits else {"epsilon": 1e-6}) | options
+        options = ({"axis": axis} if takes_axis else {}) | ({"epsilon": 1e-6} if family == "norm" else {}) | options
         return Case(op, (("x", shape, dtype), *operands), tuple(options.items()), values, "vjp")
 
-    found = {"": [case(), case(shape=(129, 5), axis=0)]}
+    found = {"": [case(), *([case(shape=(129, 5), axis=0)] if takes_axis else [])]}
     if long:
         found["rows of 2^20"] = [case(shape=(1, 2**20), values=("normal", "offset", "equal", "one hot"))]
+    if family == "rows":
+        return found
     if logits:
         where = ("where", (6, 1000), "bool")
         found["where"] = [case(where)]
@@ -121,7 +126,7 @@ def _product_cases(op: str, dtype: str) -> dict[str, list[Case]]:
         options["precision"] = precision
         shapes = {"a": (m, k), "b": (k, n)} if op == "matmul" else {"a": (k, m), "b": (n, k)}
         if op == "dot_general":
-            options["numbers"] = (((0,), (1,)), ((), ()))
+            options["dimension_numbers"] = (((0,), (1,)), ((), ()))
         given = (*((name, shape, dtype) for name, shape in shapes.items()), *operands)
         derivative = "value" if dtype in fuzz.EIGHT_BITS else "vjp"
         return Case(op, given, tuple(options.items()), values, derivative)
@@ -143,7 +148,7 @@ def _product_cases(op: str, dtype: str) -> dict[str, list[Case]]:
 
 def cases(op: str, dtype: str, long: bool = True) -> dict[str, list[Case]]:
     """By options; long: rows of 2^20 too."""
-    return _product_cases(op, dtype) if op in ("matmul", "dot_general") else _row_cases(op, dtype, long)
+    return _product_cases(op, dtype) if CASES[op].family == "product" else _row_cases(op, dtype, long)
 
 
 # --- references ---
@@ -153,10 +158,12 @@ def reference(case: Case, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]
     """What a user would write without jaxops: jax.nn and jnp."""
     options = dict(case.options)
     dtype, axis = options.get("dtype"), options.get("axis")
-    if case.op in ("matmul", "dot_general"):
+    if case.family == "rows":
+        return (CASES[case.op].reference(arrays["x"], **options),)
+    if case.family == "product":
         more = {name: options[name] for name in ("precision", "preferred_element_type") if name in options}
         if case.op == "dot_general":
-            return (jax.lax.dot_general(arrays["a"], arrays["b"], options["numbers"], **more),)
+            return (jax.lax.dot_general(arrays["a"], arrays["b"], options["dimension_numbers"], **more),)
         out = jnp.matmul(arrays["a"], arrays["b"], **more)
         if "bias" in arrays:
             out = out + arrays["bias"].astype(out.dtype)
@@ -166,7 +173,7 @@ def reference(case: Case, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]
             return (jax.nn.gelu(out, approximate=gelu[activation]),)
         return (getattr(jax.nn, activation)(out) if activation else out,)
     x, where = arrays["x"], arrays.get("where")
-    if case.op.endswith("softmax"):
+    if case.family == "logits":
         x = x if dtype is None else x.astype(dtype)
         x = x * arrays["scale"].astype(x.dtype) if "scale" in arrays else x
         x = x + arrays["bias"].astype(x.dtype) if "bias" in arrays else x

@@ -10,19 +10,12 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.ops import value_and_gradients
+from support.ops import CASES, value_and_gradients
 
 import jaxops
 
-CALLS = {
-    "softmax": lambda x, b: jaxops.softmax(x, bias=b, scale=0.5, causal=True),
-    "log_softmax": lambda x, b: jaxops.log_softmax(x, bias=b, where=b > -1),
-    "layer_norm": lambda x, b: jaxops.layer_norm(x, b, b),
-    "rms_norm": lambda x, b: jaxops.rms_norm(x, b),
-    "softmax of columns": lambda x, b: jaxops.softmax(x + b, 0),
-    "matmul": lambda x, b: jaxops.matmul(x, x.T, bias=jnp.sum(b), activation="gelu"),
-    "matmul in full precision": lambda x, b: jaxops.matmul(x.T, x, bias=b, precision="highest"),
-}
+#: By name, functions of x and of a vector.
+CALLS = {name: call for case in CASES.values() for name, call in case.repeated.items()}
 SHAPES = ((300, 257), (1030, 1024), (7, 40000), (2000, 64))
 
 

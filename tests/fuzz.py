@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 from support import attention_cases, oracle
-from support.ops import ROW_OPS
+from support.ops import CASES
+from support.ops import FUZZED as OPS
 
 import jaxops
 
-OPS = (*ROW_OPS, "matmul", "dot_general", "attention")
 FLOATS = ("float32", "bfloat16", "float16")
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
@@ -64,6 +64,11 @@ class Case:
     layout: str = "as it is"
     eager: bool = False
     seed: int = 0
+
+    @property
+    def family(self) -> str:
+        """The op's."""
+        return CASES[self.op].family
 
     @property
     def names(self) -> list[str]:
@@ -122,18 +127,18 @@ def _numbers(case: Case, values, rng, name, shape, dtype):
         return rng.random(shape) < 0.7
     if jnp.issubdtype(dtype, jnp.integer):
         return rng.integers(-5, 5, shape).astype(dtype)
-    if case.op.endswith("norm") and name in ("scale", "bias"):
+    if case.family == "norm" and name in ("scale", "bias"):
         return draw("normal", rng, shape, dtype, 1.0)
     if name.endswith("scale") or name == "bias":
         x = 2 * rng.standard_normal(shape)
         x = 0.01 * x if values == "forty" else x
-        if values == "hidden" and case.op.endswith("softmax") and name == "bias":
+        if values == "hidden" and case.family == "logits" and name == "bias":
             x = np.where(rng.random(shape) < 0.15, -np.inf, x)
         return x.astype(dtype)
     # Squares and products must not overflow.
-    largest = 1e30 if case.op.endswith("softmax") else 1e100 if dtype == "float64" else 1e15
+    largest = 1e30 if case.family == "logits" else 1e100 if dtype == "float64" else 1e15
     x = draw(values, rng, shape, dtype, largest)
-    if values == "wide" and dtype == "float16" and case.op in ("matmul", "dot_general"):
+    if values == "wide" and dtype == "float16" and case.family == "product":
         x = np.clip(x, -8, 8)  # at an infinite sum an activation has no derivative, jax.nn's neither
     return x
 
@@ -171,15 +176,9 @@ def _axes(axis, rank) -> tuple[int, ...]:
 
 
 def _call(case: Case, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    options = dict(case.options)
-    if case.op == "matmul":
-        rest = {name: x for name, x in arrays.items() if name not in ("a", "b")}
-        out = jaxops.matmul(arrays["a"], arrays["b"], **rest, **options)
-    elif case.op == "dot_general":
-        out = jaxops.dot_general(arrays["a"], arrays["b"], options.pop("numbers"), **options)
-    else:
-        rest = {name: x for name, x in arrays.items() if name != "x"}
-        out = getattr(jaxops, case.op)(arrays["x"], **rest, **options)
+    positional = [x for name, x in arrays.items() if name in ("x", "a", "b")]
+    rest = {name: x for name, x in arrays.items() if name not in ("x", "a", "b")}
+    out = getattr(jaxops, case.op)(*positional, **rest, **dict(case.options))
     return out if isinstance(out, tuple) else (out,)
 
 
@@ -187,13 +186,15 @@ def _exact(case: Case, arrays: dict[str, np.ndarray]):
     """The oracle of a call without mapped axes."""
     options = dict(case.options)
     dtype = options.pop("dtype", None)
-    if case.op in ("matmul", "dot_general"):
+    if case.family == "rows":
+        return oracle.Sampled(_reference(case.op, case.options), arrays)
+    if case.family == "product":
         dtype = options.pop("preferred_element_type", None) or jnp.result_type(*(arrays[n].dtype for n in "ab"))
         multiply = _multiply(arrays, options.pop("precision", None))
         if case.op == "matmul":
             return oracle.Matmul(**arrays, **options, multiply=multiply, dtype=dtype)
-        return oracle.DotGeneral(arrays["a"], arrays["b"], options["numbers"], multiply=multiply, dtype=dtype)
-    if case.op.endswith("softmax"):
+        return oracle.DotGeneral(arrays["a"], arrays["b"], options["dimension_numbers"], multiply=multiply, dtype=dtype)
+    if case.family == "logits":
         x = arrays["x"] if arrays["x"].dtype.kind not in "iu" else arrays["x"].astype(np.float32)
         shape = np.broadcast_shapes(*(np.shape(v) for name, v in arrays.items() if name != "scale"))
         options["axes"] = _axes(options.pop("axis"), len(shape))
@@ -201,6 +202,12 @@ def _exact(case: Case, arrays: dict[str, np.ndarray]):
     floats = [v.dtype for name, v in arrays.items() if name != "where"]
     options["axes"] = _axes(options.pop("axis"), arrays["x"].ndim)
     return oracle.Norm(case.op, **arrays, **options, dtype=dtype or functools.reduce(jnp.promote_types, floats))
+
+
+@functools.cache
+def _reference(op: str, options: tuple[tuple[str, Any], ...]):
+    case = CASES[op]
+    return functools.partial(case.oracle or case.reference, **dict(options))
 
 
 def _multiply(arrays, precision) -> float:
@@ -521,26 +528,33 @@ def _dot_general_case(draw, op, floats):
         (name, tuple(x[i] for i in order), dtype)
         for name, x, order, dtype in zip("ab", (lhs, rhs), orders, dtypes, strict=True)
     ]
-    options = [("numbers", numbers), *_product_options(draw, floats, dtypes)]
+    options = [("dimension_numbers", numbers), *_product_options(draw, floats, dtypes)]
     common = draw(_common(operands, _MATMUL_VALUES, derivatives=dtypes[0] not in EIGHT_BITS))
     return Case("dot_general", options=tuple(options), **common)
 
 
-_STRATEGIES = {
-    "softmax": _logits_case,
-    "log_softmax": _logits_case,
-    "layer_norm": _norm_case,
-    "rms_norm": _norm_case,
-    "matmul": _matmul_case,
-    "dot_general": _dot_general_case,
-}
+ROW_VALUES = ("normal", "offset", "tiny", "equal", "one hot", "zero", "wide", "nan")
+
+
+@st.composite
+def _row_case(draw, op, floats):
+    """Of any function of rows: x, and its axis if it has one."""
+    shape = draw(_shape(min_rank=1))
+    options = (("axis", _axis(draw, len(shape))),) if CASES[op].axis else ()
+    return Case(op, options=options, **draw(_common([("x", shape, draw(st.sampled_from(floats)))], ROW_VALUES)))
+
+
+def _strategy(op: str):
+    if op == "dot_general":
+        return _dot_general_case
+    return {"rows": _row_case, "logits": _logits_case, "norm": _norm_case, "product": _matmul_case}[CASES[op].family]
 
 
 def batches(op: str, size: int = CALLS):
     """Lists of cases that share a program; in some of them with float64, which is a mode of the whole program."""
 
     def of(floats):
-        return st.lists(_STRATEGIES[op](op, floats), min_size=size, max_size=size)
+        return st.lists(_strategy(op)(op, floats), min_size=size, max_size=size)
 
     return st.one_of(of(FLOATS), of(FLOATS), of((*FLOATS, "float64")))
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from support import frames
 from support.frame_cases import gated_calls, matmul_call, planned
-from support.ops import ROW_OPS
+from support.ops import CASES, ROW_OPS
 from support.row_cases import COLUMNS_ONCE
 
 from jaxops import _kernel
@@ -138,7 +138,7 @@ def _options(handler: str, rows: Sequence[int], columns: Sequence[int]) -> list[
     }[handler]
 
 
-HANDLERS = tuple(f"{op}_{way}" for op in ROW_OPS for way in ("fwd", "bwd"))
+HANDLERS = tuple(f"{op}_{way}" for op in ROW_OPS if CASES[op].family != "rows" for way in ("fwd", "bwd"))
 
 #: Lengths of rows of adjacent elements, with short ones of half packs and of single elements, and with the shortest and
 #: the longest lengths that few tables have places for.

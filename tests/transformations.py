@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import multiprocessing
 import os
@@ -32,144 +31,15 @@ import numpy as np
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
+from support.ops import CASES, Variant
 
 import jaxops
 
-SIZES = {"b": 8, "t": 4, "c": 16, "n": 8, "k": 4}
-WHERE = np.arange(SIZES["c"]) % 3 != 1
-CAUSAL = np.tril(np.ones((SIZES["t"], SIZES["c"]), bool))
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """An op with some of its options.
-
-    ours, reference: functions of the operands. `axes` names the operands' axes; x has b, t, c.
-    """
-
-    ours: Callable[..., jax.Array]
-    reference: Callable[..., jax.Array]
-    axes: tuple[str, ...]
-
-    def operands(self, dtype="float32") -> tuple[jax.Array, ...]:
-        rng = np.random.default_rng(1)
-        return tuple(
-            jnp.asarray((rng.standard_normal([SIZES[a] for a in names]) + (names != "btc")).astype(dtype))
-            for names in self.axes
-        )
-
-
-def _reference_norm(x, scale, bias=0.0, where=None, centred=True):
-    wide = {"axis": -1, "keepdims": True, "where": None if where is None else jnp.broadcast_to(where, x.shape)}
-    x = x - jnp.mean(x, **wide) if centred else x
-    return x / jnp.sqrt(jnp.mean(jnp.square(x), **wide) + 1e-6) * scale + bias
-
-
-def _masked_softmax(function, x, scale, bias):
-    """The masked entries of log_softmax, -inf, are left out."""
-    visible = WHERE & CAUSAL
-    if function in (jaxops.softmax, jaxops.log_softmax):
-        y = function(x, where=WHERE, scale=jnp.mean(scale), bias=bias, causal=True)
-    else:
-        y = function(x * jnp.mean(scale) + bias, where=visible)
-    return jnp.where(visible, y, 0)
-
-
-def _add_norm(ours, x, residual, scale, bias):
-    if ours:
-        y, total = jaxops.layer_norm(x, scale, bias, where=WHERE, residual=residual)
-    else:
-        total = x + residual
-        y = _reference_norm(total, scale, bias, WHERE)
-    return y + 0.5 * total
-
-
-def _attention(ours, query, key, value, sinks=None, bias=None):
-    """Eight heads of depth 2; with all options also causality, a window, a mask and segments."""
-    heads = SIZES["n"]
-    query, key, value = (x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads) for x in (query, key, value))
-    i, j = np.arange(query.shape[-3])[:, None], np.arange(key.shape[-3])[None]
-    segments = np.arange(query.shape[-3]) > 0
-    mask = None if bias is None else (i + j) % 3 != 1
-    if ours:
-        ids = jnp.broadcast_to(segments, query.shape[:-2]).astype(np.int32)
-        options = {"is_causal": True, "local_window_size": (2, 1), "mask": mask, "query_segment_ids": ids}
-        options = {"sinks": sinks, "bias": bias, **(options if bias is not None else {})}
-        y = jaxops.dot_product_attention(query, key, value, **options)
-    else:
-        z = jnp.einsum("bthd,bshd->bhts", query, key) * query.shape[-1] ** -0.5
-        if bias is not None:
-            seen = mask & (j <= i) & (j >= i - 2) & (segments[:, None] == segments[None])
-            z = jnp.where(seen, z + bias, -jnp.inf)
-            z = jnp.concatenate([z, jnp.broadcast_to(sinks[:, None, None], (*z.shape[:3], 1))], -1)
-        weights = jax.nn.softmax(z)[..., : key.shape[1]]
-        y = jnp.einsum("bhts,bshd->bthd", weights, value)
-    return y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
-
-
-def _labels(x, numbers):
-    """Columns of x, from an operand: it is split and mapped as x is."""
-    return jnp.broadcast_to(jnp.floor(jnp.abs(numbers) * 7).astype(int) % SIZES["c"], x.shape[:-1])
-
-
-def _loss(x, numbers):
-    return jaxops.softmax_cross_entropy_with_integer_labels(x, _labels(x, numbers))
-
-
-def _loss_with_options(x, numbers):
-    return jaxops.softmax_cross_entropy_with_integer_labels(
-        x, _labels(x, numbers), where=WHERE[None, None], label_smoothing=0.1, z_loss=0.01, logits_soft_cap=4.0
-    )
-
-
-def _plain_loss(x, numbers):
-    here = jnp.arange(SIZES["c"]) == _labels(x, numbers)[..., None]
-    return jax.nn.logsumexp(x, -1) - jnp.sum(jnp.where(here, x, 0), -1)
-
-
-def _plain_loss_with_options(x, numbers):
-    z = 4 * jnp.tanh(x / 4)
-    lse = jax.nn.logsumexp(z, -1, where=WHERE)
-    picked = jnp.sum(jnp.where(jnp.arange(SIZES["c"]) == _labels(x, numbers)[..., None], z, 0), -1)
-    return lse - 0.9 * picked - 0.1 * jnp.mean(z, -1, where=WHERE) + 0.01 * lse**2
-
-
-OPS = {
-    "softmax": Op(jaxops.softmax, jax.nn.softmax, ("btc",)),
-    "softmax, all options": Op(
-        functools.partial(_masked_softmax, jaxops.softmax),
-        functools.partial(_masked_softmax, jax.nn.softmax),
-        ("btc", "n", "tc"),
-    ),
-    "log_softmax": Op(jaxops.log_softmax, jax.nn.log_softmax, ("btc",)),
-    "log_softmax, all options": Op(
-        functools.partial(_masked_softmax, jaxops.log_softmax),
-        functools.partial(_masked_softmax, jax.nn.log_softmax),
-        ("btc", "n", "tc"),
-    ),
-    "cross_entropy": Op(_loss, _plain_loss, ("btc", "t")),
-    "cross_entropy, all options": Op(_loss_with_options, _plain_loss_with_options, ("btc", "t")),
-    "layer_norm": Op(jaxops.layer_norm, _reference_norm, ("btc", "c", "c")),
-    "layer_norm, all options": Op(
-        functools.partial(_add_norm, True),
-        functools.partial(_add_norm, False),
-        ("btc", "btc", "c", "c"),
-    ),
-    "rms_norm": Op(jaxops.rms_norm, functools.partial(_reference_norm, centred=False), ("btc", "c")),
-    "matmul": Op(
-        functools.partial(jaxops.matmul, precision="highest"),
-        functools.partial(jnp.matmul, precision="highest"),
-        ("btc", "cn"),
-    ),
-    "matmul, bias and gelu": Op(
-        lambda a, b, bias: jaxops.matmul(a, b, precision="highest", bias=bias, activation="gelu"),
-        lambda a, b, bias: jax.nn.gelu(jnp.matmul(a, b, precision="highest") + bias),
-        ("btc", "cn", "n"),
-    ),
-    "attention": Op(functools.partial(_attention, True), functools.partial(_attention, False), ("btc",) * 3),
-    "attention, all options": Op(
-        functools.partial(_attention, True), functools.partial(_attention, False), ("btc",) * 3 + ("n", "tk")
-    ),
+#: The ops, and again with some of their options.
+OPS: dict[str, Variant] = {
+    ", ".join(filter(None, (case.name, options))): variant
+    for case in CASES.values()
+    for options, variant in case.variants.items()
 }
 
 #: By name: what is done with a function and operands; results must equal the reference's results.

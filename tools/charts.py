@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 #: Readable on the light and on the dark page, whose background shows through.
 GRAY = "#7f7f7f"
@@ -25,6 +26,9 @@ matplotlib.rcParams.update(
 )
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+#: Charts of row ops leave out smaller tensors, which an H200's L2 cache holds.
+FULL_SIZE = 2**24
 
 #: Columns of the CSV files that are drawn: label, style.
 LINES = {
@@ -60,13 +64,14 @@ def _svg(figure: Figure, rows: Sequence[dict[str, str]]) -> bytes:
 def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
     """Rates of a row op over the number of columns, by direction and dtype; the last axis of whole matrices only.
 
-    Of the matrices with as many columns the one with the most rows, on the device on which most were measured. Hollow
-    points: rows that are no multiple of 8 elements.
+    Shows one matrix for each number of columns, the one with the most rows, on the device with the most measurements.
+    Small matrices are left out. Hollow points: rows that are no multiple of 8 elements.
     """
     shown = _of_one_device([row for row in rows if re.fullmatch(r"\d+x\d+", row["shape"])])
-    if not shown:
-        return None
     sizes = [(*map(int, row["shape"].split("x")), row) for row in shown]
+    sizes = [size for size in sizes if size[0] * size[1] >= FULL_SIZE]
+    if not sizes:
+        return None
     largest = {
         (row["dtype"], row["direction"], columns): (columns, row)
         for _, columns, row in sorted(sizes, key=lambda size: size[0])
@@ -88,12 +93,15 @@ def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
                     others = [[n, rate] for n, rate in points.items() if n % 8]
                     hollow = style | {"linestyle": "", "fillstyle": "none"}
                     axes.plot(*zip(*others, strict=True) if others else ([], []), **hollow)
-            axes.set_title(f"{direction}, {dtype}", fontsize="medium")
+            axes.set_title(f"{shown[0][1]['op'] if shown else ''} {direction}, {dtype}", fontsize="medium")
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.grid(alpha=0.3)
     panels[0][0].set_ylim(bottom=0)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize="small")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    hollow = Line2D([], [], color=GRAY, marker="o", markersize=4, linestyle="", fillstyle="none")
+    handles, labels = [*handles, hollow], [*labels, "rows that are no multiple of 8 elements"]
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize="small")
     for axes in panels[-1]:
         axes.set_xlabel("columns")
     for axes in panels[:, 0]:

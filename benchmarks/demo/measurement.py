@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from support.ops import COMPARISONS, Comparison, exact, ulps, value_and_gradients
+from support.ops import COMPARISONS, OpCase, exact, ulps, value_and_gradients
 
 DTYPES = ("float32", "bfloat16")
 
 #: An error up to this many ulp is rounding, whatever the reference achieves.
 ROUNDING = 2.0
-
-#: The ops whose first operand is the left one of two matrices: [m, k] @ [k, m].
-MATRIX_OPS = ("matmul", "dense_gelu")
 
 #: A sample of a time holds as many calls as fill this many seconds, so that the clock and its noise do not count.
 _SAMPLE_SECONDS = 2e-3
@@ -88,20 +85,20 @@ class Row:
         return not (self.allows(self.value_error) and self.allows(self.gradient_error))
 
 
-def _draw(comparison: Comparison, rng, shape, dtype):
+def _draw(case: OpCase, rng, shape, dtype):
     """Operands on the device, and a cotangent of the result."""
-    operands = [jnp.asarray(x) for x in comparison.operands(rng, shape, jnp.dtype(dtype))]
-    result = jax.eval_shape(comparison.ours, *operands)
+    operands = [jnp.asarray(x) for x in case.operands(rng, shape, jnp.dtype(dtype))]
+    result = jax.eval_shape(case.ours, *operands)
     return operands, jnp.asarray(rng.standard_normal(result.shape).astype(result.dtype))
 
 
-def _jitted(comparison: Comparison) -> tuple[Pair, Pair]:
+def _jitted(case: OpCase) -> tuple[Pair, Pair]:
     """The forward functions of the operands, and the forward and backward ones of the operands and a cotangent."""
 
     def both(function):
         return jax.jit(lambda *xs: value_and_gradients(function, xs[:-1], xs[-1]))
 
-    functions = comparison.ours, comparison.reference
+    functions = case.ours, case.reference
     return Pair(*map(jax.jit, functions)), Pair(*map(both, functions))
 
 
@@ -135,26 +132,26 @@ def alternating_times(functions: Pair, operands, samples: int) -> Pair:
     return Pair(*map(statistics.median, taken))
 
 
-def measure(comparison: Comparison, dtype: str, sizes: Sizes, seed: int) -> Row:
+def measure(case: OpCase, dtype: str, sizes: Sizes, seed: int) -> Row:
     """Measures one op; products of f32 in full precision, as a GPU's default is TF32."""
     with jax.default_matmul_precision("highest"):
-        return _measure(comparison, dtype, sizes, seed)
+        return _measure(case, dtype, sizes, seed)
 
 
-def _measure(comparison, dtype, sizes, seed):
+def _measure(case, dtype, sizes, seed):
     rng = np.random.default_rng(seed)
-    is_matrix = comparison.name in MATRIX_OPS
-    forward, both = _jitted(comparison)
+    is_matrix = case.family == "product"  # [m, k] @ [k, m]
+    forward, both = _jitted(case)
 
-    operands, cotangent = _draw(comparison, rng, sizes.error_matrices if is_matrix else sizes.error_rows, dtype)
-    wanted = exact(comparison, operands, cotangent)
+    operands, cotangent = _draw(case, rng, sizes.error_matrices if is_matrix else sizes.error_rows, dtype)
+    wanted = exact(case, operands, cotangent)
     errors = [_errors(function(*operands, cotangent), wanted) for function in (both.jaxops, both.reference)]
 
     timed = sizes.timed_matrices if is_matrix else sizes.timed_rows
     if timed != operands[0].shape:
-        operands, cotangent = _draw(comparison, rng, timed, dtype)
+        operands, cotangent = _draw(case, rng, timed, dtype)
     return Row(
-        comparison.name,
+        case.name,
         dtype,
         *(Pair(*values) for values in zip(*errors, strict=True)),
         alternating_times(forward, operands, sizes.samples),
@@ -164,6 +161,6 @@ def _measure(comparison, dtype, sizes, seed):
 
 def measure_all(sizes: Sizes, seed: int) -> Iterator[Row]:
     """Measures every op in every dtype; there are `len(COMPARISONS) * len(DTYPES)`."""
-    for comparison in COMPARISONS.values():
+    for case in COMPARISONS.values():
         for dtype in DTYPES:
-            yield measure(comparison, dtype, sizes, seed)
+            yield measure(case, dtype, sizes, seed)

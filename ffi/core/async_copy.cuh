@@ -25,7 +25,7 @@ __device__ inline void CopyAsyncOnce(uint32_t target, const void* source) {
                : "memory");
 }
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kPending groups of this thread's copies are done.
+// Waits until all of this thread's copies are done, except the last kPending groups.
 template <int kPending>
 __device__ void WaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -68,7 +68,7 @@ inline Error CheckBuffer(const char* handler, const AnyBuffer& buffer) {
   return Error::Success();
 }
 
-// No exception crosses the FFI: an exception of the standard library (no memory) becomes an error status.
+// No exception crosses the FFI: a standard-library exception (no memory) becomes an error status.
 template <auto kHandler>
 struct Guarded;
 template <class... Args, Error (*kHandler)(Args...)>
@@ -82,8 +82,8 @@ struct Guarded<kHandler> {
   }
 };
 
-// The handlers of this half by name, complete once the module is loaded. jaxops/_kernel.py prefixes "jaxops." and
-// appends the version of the calling convention. Hidden, because each half has its own.
+// This half's handlers by name, complete once the module is loaded. jaxops/_kernel.py prefixes "jaxops." and appends
+// the calling convention's version. Hidden, because each half has its own.
 using Handlers = std::map<std::string_view, XLA_FFI_Error* (*)(XLA_FFI_CallFrame*)>;
 [[gnu::visibility("hidden")]] inline Handlers& RegisteredHandlers() {
   static Handlers handlers;

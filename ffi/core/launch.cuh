@@ -1,4 +1,4 @@
-// The one way in which kernels are launched.
+// Launches kernels, and asks devices for their limits.
 #ifndef JAXOPS_CORE_LAUNCH_CUH_
 #define JAXOPS_CORE_LAUNCH_CUH_
 
@@ -12,18 +12,18 @@
 
 namespace jaxops {
 
-// Whether vectors and the copy engine can take what begins there. Null is aligned.
+// Whether vectors and the copy engine can take data that begins there. Null is aligned.
 inline bool IsAligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 struct Grid {
   int64_t blocks;
   int threads;
-  int cluster = 1;          // blocks a cluster; more than 8 are allowed where the device can
+  int cluster = 1;          // blocks per cluster; more than 8 are allowed if the device can
   size_t shared_bytes = 0;  // dynamic shared memory
 };
 
-// What is known of kernels on devices, each asked for once: a table of keys and values that threads share without
-// locks. When two keys want one place the later one takes it, and the earlier one is asked for again.
+// Facts about kernels on devices, each asked for once: a table from keys to values that threads share without locks. If
+// two keys want one place, the later one takes it, and the earlier one is asked for again.
 class KernelCache {
  public:
   // ask() -> int from 0 to 2^16 - 2, or -1: not known, and asked for again.
@@ -48,12 +48,12 @@ class KernelCache {
 };
 inline KernelCache prepared_kernels, resident_clusters;
 
-// What a kernel needs before it is launched on a grid, or asked about it, once for each device: the most dynamic shared
-// memory that it may have, whatever a launch takes, and clusters of more than 8 blocks.
+// Prepares a kernel for a grid, once per device, before the kernel is launched or asked about: it may take the most
+// dynamic shared memory, whatever a launch takes, and clusters with more than 8 blocks.
 template <class... Parameters>
 cudaError_t Prepare(void (*kernel)(Parameters...), const Grid& grid) {
   cudaError_t status = cudaSuccess;
-  const bool large = grid.shared_bytes > 16 << 10;  // up to 48 KiB need no opt-in, of which 32 may be static
+  const bool large = grid.shared_bytes > 16 << 10;  // up to 48 KiB need no opt-in; up to 32 KiB of them may be static
   const bool wide = grid.cluster > 8;
   if (!large && !wide) return status;
   prepared_kernels.Get(reinterpret_cast<const void*>(kernel), large + 2 * wide, [&] {
@@ -74,7 +74,7 @@ cudaError_t Prepare(void (*kernel)(Parameters...), const Grid& grid) {
   return status;
 }
 
-// The launch of a grid; it points to `attribute`.
+// A grid's launch; it points to `attribute`.
 inline cudaLaunchConfig_t Configuration(const Grid& grid, cudaStream_t stream, cudaLaunchAttribute* attribute) {
   *attribute = {};
   attribute->id = cudaLaunchAttributeClusterDimension;
@@ -89,8 +89,8 @@ inline cudaLaunchConfig_t Configuration(const Grid& grid, cudaStream_t stream, c
   return config;
 }
 
-// Launches a kernel on (parameters of the kernel); nothing where there are no blocks. Host work only: safe while a
-// stream is captured.
+// Launches a kernel with its parameters, or does nothing if there are no blocks. Host work only: safe while a stream is
+// captured.
 template <class... Parameters, class... Arguments>
 cudaError_t Launch(cudaStream_t stream, void (*kernel)(Parameters...), const Grid& grid,
                    const Arguments&... arguments) {
@@ -102,7 +102,7 @@ cudaError_t Launch(cudaStream_t stream, void (*kernel)(Parameters...), const Gri
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// A number of each device, asked for once; 0, that it is not known, is asked for again.
+// A number for each device, asked for once. 0 means unknown and is asked for again.
 class PerDevice {
  public:
   // ask(): the current device's.
@@ -120,14 +120,14 @@ class PerDevice {
   std::array<std::atomic<int>, 64> values_ = {};
 };
 
-// The multiprocessors of the current device.
+// The current device's multiprocessors.
 inline cudaError_t CountMultiprocessors(int* count) {
   int device = 0;
   const cudaError_t status = cudaGetDevice(&device);
   return status == cudaSuccess ? cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device) : status;
 }
 
-// How many clusters of a kernel the current device runs at once; 0 if none, or if that is not known.
+// How many of a kernel's clusters the current device runs at once; 0 if none, or if that is not known.
 template <class... Parameters>
 int ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
   const uint64_t detail = (grid.shared_bytes << 20) + (static_cast<uint64_t>(grid.threads) << 8) + grid.cluster;
@@ -139,7 +139,7 @@ int ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
       cudaLaunchAttribute attribute;
       const cudaLaunchConfig_t config = Configuration(grid, nullptr, &attribute);
       if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess) return count;
-      cudaGetLastError();  // such a cluster cannot be launched here: that is an answer
+      cudaGetLastError();  // such a cluster cannot be launched here: this too is an answer
       return 0;
     }
     if (CountMultiprocessors(&multiprocessors) != cudaSuccess ||
@@ -151,8 +151,8 @@ int ResidentClusters(void (*kernel)(Parameters...), Grid grid) {
   return std::max(found, 0);
 }
 
-// Whether the current device runs any cluster of such a grid: on a slice of a GPU, or one with few multiprocessors
-// beside each other, none of 16 blocks may fit. Blocks alone always do.
+// Whether the current device runs any cluster in such a grid. A slice of a GPU, or a GPU with few neighbouring
+// multiprocessors, may not fit a cluster with 16 blocks. Single blocks always fit.
 template <class... Parameters>
 bool ClustersFit(void (*kernel)(Parameters...), const Grid& grid) {
   return grid.cluster == 1 || ResidentClusters(kernel, grid) > 0;
@@ -170,7 +170,7 @@ template <int = 0>
 __global__ void CompiledKernel() {}
 
 // The compute capability of the code that the current device runs, as __CUDA_ARCH__ / 10. It is lower than the device's
-// own where that runs code compiled for an older one; 0 if it is not known.
+// own if the device runs code compiled for an older one; 0 if it is not known.
 inline int CompiledCapability() {
   static PerDevice capability;
   return capability.Get([] {

@@ -1,4 +1,4 @@
-// A row op's view of its tensors, whatever their shape and axes: column axes, over which it normalises, and row axes.
+// How a row op sees its tensors, for any shape and axes: it normalises over the column axes; the others are row axes.
 // Every operand and result has x's rank. Along an axis where it has size 1, an operand is constant and a result is
 // summed, so its stride is 0. Nothing is ever transposed or broadcast in memory.
 #ifndef JAXOPS_CORE_ROW_SHAPE_H_
@@ -44,14 +44,14 @@ struct Divisor32 {
   }
 };
 
-// Division of numbers of 2^31 and more: rare, so not inlined.
+// Division of numbers from 2^31: rare, so not inlined.
 JAXOPS_HOST_DEVICE JAXOPS_NOINLINE inline int64_t DivideFar(int64_t n, int64_t divisor) { return n / divisor; }
 
 // Calls beyond these limits run on XLA; jaxops/_limits.py has the same limits.
 inline constexpr int kMaxAxes = 12;
 inline constexpr int64_t kMaxColumns = (int64_t{1} << 31) - (1 << 20) - 1;
 
-// Up to kMax axes walked as one, the last axis fastest. kSlots: the number of layouts, each with its own strides.
+// Up to kMax axes walked as one, the last axis fastest. kSlots: how many layouts there are, each with its own strides.
 template <int kSlots, int kMax = kMaxAxes>
 struct Axes {
   static constexpr int kMost = kMax;
@@ -62,7 +62,7 @@ struct Axes {
   int64_t strides[kMax][kSlots];
 
   Axes() = default;
-  // The first kSlots layouts of at most kMax axes.
+  // The first kSlots layouts with at most kMax axes.
   template <int kMore, int kMost>
     requires(kMore >= kSlots)
   explicit Axes(const Axes<kMore, kMost>& from) : count(from.count), total(from.total) {
@@ -73,7 +73,7 @@ struct Axes {
     }
   }
 
-  // The offset in each layout of position `index`, 0 <= index < total.
+  // Each layout's offset at position `index`, 0 <= index < total.
   JAXOPS_HOST_DEVICE void Offsets(int64_t index, int64_t (&offsets)[kSlots]) const {
     if constexpr (kMax == 1) {
       for (int slot = 0; slot < kSlots; ++slot) offsets[slot] = index * strides[0][slot];
@@ -109,7 +109,7 @@ struct Axes {
     visit(0, index);
   }
 
-  // The axes of one layout.
+  // One layout's axes.
   Axes<1, kMax> Only(int slot) const {
     Axes<1, kMax> out;
     out.count = count;
@@ -138,12 +138,12 @@ struct Axes {
   }
 };
 
-// Slot 0 is the layout of x and of all tensors with its shape. The rows of a group share column sums; without column
+// Slot 0 is the layout that x and all tensors with its shape have. Rows in a group share column sums; without column
 // sums there is one group.
 template <int kSlots>
 struct RowShape {
   Axes<kSlots> groups, rows, columns;
-  bool across = false;   // neighbouring rows are adjacent, not the elements of a row
+  bool across = false;   // adjacent in memory: neighbouring rows, not a row's elements
   uint32_t present = 0;  // bit s: slot s has a tensor
 
   int64_t total_rows() const { return groups.total * rows.total; }
@@ -167,10 +167,10 @@ inline bool IsFloating(DataType type) {
   return type == DataType::F64 || type == DataType::F32 || type == DataType::F16 || type == DataType::BF16;
 }
 
-// The dtype of sums, statistics, parameters and parameter gradients.
+// The dtype for sums, statistics, parameters and parameter gradients.
 inline DataType AccumulatorType(DataType type) { return type == DataType::F64 ? DataType::F64 : DataType::F32; }
 
-// Checks the shapes of a call's operands and results, and derives the RowShape from them.
+// Checks the shapes that a call's operands and results have, and derives the RowShape from them.
 template <int kSlots>
 class RowShapeParser {
  public:
@@ -192,7 +192,7 @@ class RowShapeParser {
     return Error::Success();
   }
 
-  // A tensor of x's shape.
+  // A tensor with x's shape.
   Error Full(const char* name, const AnyBuffer& buffer) const {
     return Check(name, buffer, [&](int64_t axis, int64_t size) { return size == sizes_[axis]; });
   }
@@ -222,7 +222,7 @@ class RowShapeParser {
     return Error::Success();
   }
 
-  // A result that is summed over the rows of each group, along the row axes where it has size 1.
+  // A result that is summed over each group's rows, along the row axes where it has size 1.
   Error Summed(int slot, const char* name, const AnyBuffer& buffer) {
     JAXOPS_RETURN_IF_ERROR(Check(name, buffer, [&](int64_t axis, int64_t size) {
       return size == sizes_[axis] || (size == 1 && !normalised_[axis]);
@@ -290,8 +290,8 @@ class RowShapeParser {
   uint32_t present_ = 0;
 };
 
-// Results summed over the rows of each group, and their workspace [results, groups, chunks, columns], which holds the
-// sums over each chunk of rows. Chunks are added in order, so the sums never depend on scheduling.
+// Results summed over each group's rows, and their workspace [results, groups, chunks, columns], which holds the sums
+// over each chunk of rows. Chunks are added in order, so the sums never depend on scheduling.
 struct SummedResults {
   int count = 0;
   int64_t chunks = 0;
@@ -318,8 +318,8 @@ Error ParseSums(const char* handler, const RowShape<kSlots>& shape, DataType typ
   return Error::Success();
 }
 
-// The workspace [parts, values, rows] of split rows. Different blocks work on the parts of a row, and each stores its
-// share of the values that are joined over the row.
+// The workspace [parts, values, rows] for split rows. Different blocks work on a row's parts, and each stores its share
+// of the values that are joined over the row.
 template <int kSlots>
 Error CheckParts(const char* handler, const RowShape<kSlots>& shape, DataType type, int values,
                  const AnyBuffer& workspace) {

@@ -1,4 +1,4 @@
-// Type lists, the device types of the dtypes, and packs of elements.
+// Type lists, the dtypes' device types, and packs of elements.
 #ifndef JAXOPS_CORE_TYPES_CUH_
 #define JAXOPS_CORE_TYPES_CUH_
 
@@ -28,8 +28,8 @@ struct JoinedLists<Types<Ts...>, Types<Us...>, More...> : JoinedLists<Types<Ts..
 template <class... Lists>
 using Joined = typename JoinedLists<Lists...>::List;
 
-// Calls visit.operator()<T>() for the first T of the list that accept.operator()<T>() takes; `otherwise` if there is
-// none.
+// Calls visit.operator()<T>() for the first T in the list that accept.operator()<T>() takes; calls `otherwise` if it
+// takes none.
 template <class Result, class... Ts, class Accept, class Visit>
 Result First(Types<Ts...>, Result otherwise, const Accept& accept, const Visit& visit) {
   Result result = otherwise;
@@ -51,13 +51,12 @@ inline constexpr DataType kDataType<__half> = DataType::F16;
 template <>
 inline constexpr DataType kDataType<__nv_bfloat16> = DataType::BF16;
 
-// Stands for f32, f16 or bf16 in kernels whose tensors tell their dtypes at run time. Their elements are held as
-// floats.
+// Stands for f32, f16 or bf16 in kernels whose tensors tell their dtypes at run time. Elements are held as floats.
 struct AnyFloat {
   float value;
 };
 
-// Such a tensor.
+// A tensor that tells its dtype at run time.
 struct AnyTensor {
   void* data = nullptr;  // null: absent
   DataType type = DataType::F32;
@@ -72,16 +71,16 @@ struct AnyTensor {
 // How an op holds a tensor: a pointer, unless it tells its dtype.
 template <class T>
 using Tensor = std::conditional_t<std::is_same_v<std::remove_const_t<T>, AnyFloat>, AnyTensor, T*>;
-// What an element of it is in registers.
+// How registers hold one of its elements.
 template <class Tensor>
 using ElementOf =
     std::conditional_t<std::is_same_v<Tensor, AnyTensor>, float, std::remove_const_t<std::remove_pointer_t<Tensor>>>;
 
-// The type in which T is summed and computed with.
+// The type for sums and arithmetic on T.
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// The dtypes of an op's input and its result.
+// An op's input and result dtypes.
 template <class T, class U>
 struct Pair {
   using Input = T;
@@ -117,7 +116,7 @@ Tensor<T> DataOrNull(const std::optional<AnyBuffer>& buffer) {
   return buffer ? Data<T>(*buffer) : Tensor<T>{};
 }
 
-// N consecutive elements, read and written in accesses of at most 16 bytes.
+// N consecutive elements, accessed at most 16 bytes at a time.
 template <class T, int N>
 struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack {
   using Element = T;
@@ -132,7 +131,7 @@ struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack {
   }
 };
 
-// 16-bit elements stay two in a register: as elements of their own each would take one.
+// 16-bit elements stay paired in a register: separately, each would take one.
 template <class T, int N>
   requires(sizeof(T) == 2 && N % 2 == 0)
 struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack<T, N> {
@@ -171,12 +170,12 @@ struct alignas(std::min<size_t>(16, sizeof(T) * N)) Pack<T, N> {
   }
 };
 
-// For each of N elements of 16 bits ones or zeros.
+// A mask for N 16-bit elements: ones or zeros for each.
 template <int N>
 struct HalfMasks {
   uint32_t words[N / 2];
 
-  // The pack's elements where there are ones, `other` elsewhere.
+  // The pack's elements under ones, `other` elsewhere.
   template <class T>
   __device__ Pack<T, N> Choose(const Pack<T, N>& pack, T other) const {
     Pack<T, N> out;
@@ -192,7 +191,7 @@ struct HalfMasks {
   }
 };
 
-// Each element the larger of two packs'; of a number and a NaN the number.
+// Each element: the larger of the two packs' elements; if one is NaN, the other.
 template <class T, int N>
   requires(sizeof(T) == 2 && N % 2 == 0)
 __device__ Pack<T, N> Larger(const Pack<T, N>& a, const Pack<T, N>& b) {

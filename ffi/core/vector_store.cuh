@@ -1,5 +1,5 @@
-// Stores of whole vectors. nvcc may split an assignment of aligned words into one store a word, as it did in many row
-// kernels; each store then writes a part of every sector.
+// Stores whole vectors. nvcc may split an assignment of aligned words into single-word stores, as it did in many row
+// kernels; each store then writes part of every sector.
 #ifndef JAXOPS_CORE_VECTOR_STORE_CUH_
 #define JAXOPS_CORE_VECTOR_STORE_CUH_
 
@@ -9,8 +9,8 @@
 namespace jaxops {
 
 // Stores `value` in vectors of 16 or 8 bytes; `to`, in global memory, must be aligned to them. Smaller values are
-// assigned. A kernel must not read values that it stored so. nvcc does not move later reads before such a store, so in
-// loops that keep reading, an assignment costs less.
+// assigned. A kernel must not read values that it stored this way. nvcc does not move later reads before such a store,
+// so an assignment costs less in loops that keep reading.
 template <class V>
 __device__ void StoreVector(V* to, const V& value) {
   [[maybe_unused]] const uint32_t* const words = reinterpret_cast<const uint32_t*>(&value);
@@ -27,7 +27,7 @@ __device__ void StoreVector(V* to, const V& value) {
   }
 }
 
-// The same for a vector that nothing will read soon, so that caches keep other data longer.
+// Also stores a vector that nothing will read soon, so that caches keep other data longer.
 template <class V>
 __device__ void StoreVectorOnce(V* to, const V& value) {
   static_assert(sizeof(V) == 16 || sizeof(V) == 8);

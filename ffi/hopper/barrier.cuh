@@ -8,7 +8,7 @@ namespace jaxops::hopper {
 
 inline constexpr int kWarpgroup = 128;  // threads
 
-// True in one lane of a warp; all lanes call it. The compiler knows that only one lane continues, so it does not wrap
+// True in one lane per warp; all lanes call it. The compiler knows that only one lane continues, so it does not wrap
 // copies by the copy engine in a loop over lanes.
 __device__ inline bool ElectLane() {
   uint32_t elected;
@@ -46,7 +46,7 @@ struct Barrier {
   __device__ void ArriveWhenCopied() const {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address) : "memory");
   }
-  // Waits, and acquires the stores of other blocks in the cluster.
+  // Waits, and acquires the stores by other blocks in the cluster.
   __device__ void WaitForCluster(uint32_t parity) const {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"

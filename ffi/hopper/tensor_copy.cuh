@@ -1,4 +1,4 @@
-// Copies of boxes of tensors between global and shared memory by the copy engine (TMA).
+// The copy engine (TMA) copies tensor boxes between global and shared memory.
 #ifndef JAXOPS_HOPPER_TENSOR_COPY_CUH_
 #define JAXOPS_HOPPER_TENSOR_COPY_CUH_
 
@@ -12,12 +12,12 @@
 
 namespace jaxops::hopper {
 
-// Every box row is this long: the width of the 128-byte swizzle, which XORs the number of a 16-byte piece with its
-// row's (mod 8).
+// The length of every box row: the width of the 128-byte swizzle, which XORs a 16-byte piece's number with its row's
+// (mod 8).
 inline constexpr int kBoxRowBytes = 128;
 
-// [slices, rows, columns] in memory, rows `stride` elements apart, copied in boxes of box_rows x 128 bytes; what lies
-// beyond an edge is read as zeros and not written. The memory and `stride` must be aligned to 16 bytes.
+// [slices, rows, columns] in memory, rows `stride` elements apart, copied in boxes of box_rows x 128 bytes; reads
+// beyond an edge give zeros, writes there are dropped. The memory and `stride` must be aligned to 16 bytes.
 struct TensorView {
   const void* data;
   CUtensorMapDataType type;
@@ -26,8 +26,8 @@ struct TensorView {
   int box_rows;
 };
 
-// [batches, rows, heads, columns] of 16-bit elements, dense except that heads lie head_stride elements apart, copied in
-// boxes of box_rows rows of one head by 128 bytes.
+// 16-bit elements [batches, rows, heads, columns], dense except that heads lie head_stride elements apart, copied in
+// boxes: box_rows rows in one head by 128 bytes.
 struct HeadsView {
   const void* data;
   CUtensorMapDataType type;
@@ -35,7 +35,7 @@ struct HeadsView {
   int box_rows;
 };
 
-// sizes, box: from the innermost axis on; strides: in bytes, those of all others.
+// sizes, box: from the innermost axis on; strides: in bytes, for all other axes.
 template <int kAxes>
 cudaError_t Encode(CUtensorMap* map, CUtensorMapDataType type, const void* data, const int64_t (&sizes)[kAxes],
                    const int64_t (&strides)[kAxes - 1], const int (&box)[kAxes]) {
@@ -58,7 +58,7 @@ cudaError_t Encode(CUtensorMap* map, CUtensorMapDataType type, const void* data,
     steps[axis] = 1;
     if (axis > 0) strides_of_map[axis - 1] = static_cast<cuuint64_t>(strides[axis - 1]);
   }
-  // The L2 cache fetches 256 bytes at a time where rows begin at such; elsewhere that only costs (TUNING.md).
+  // The L2 cache fetches 256 bytes at a time if rows begin at multiples of 256; for other rows this only costs.
   const CUtensorMapL2promotion promotion =
       strides[0] % 256 == 0 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE;
   const CUresult result =
@@ -99,7 +99,7 @@ __device__ inline void LoadBox(uint32_t target, const CUtensorMap& map, Barrier 
         : "memory");
   }
 }
-// A box of a HeadsView.
+// Loads a box from a HeadsView.
 __device__ inline void LoadHeadBox(uint32_t target, const CUtensorMap& map, Barrier barrier, int column, int row,
                                    int head, int batch) {
   asm volatile(
@@ -114,7 +114,7 @@ __device__ inline void PrefetchHeadBox(const CUtensorMap& map, int column, int r
                "r"(head), "r"(batch)
                : "memory");
 }
-// LoadBox for both blocks of a cluster of two: to the same place of each one's shared memory, where its bytes count
+// LoadBox for both blocks in a cluster of two: to the same place in each one's shared memory, where its bytes count
 // towards that block's barrier.
 __device__ inline void LoadBoxForPair(uint32_t target, const CUtensorMap& map, Barrier barrier, int column, int row,
                                       int slice) {
@@ -125,7 +125,7 @@ __device__ inline void LoadBoxForPair(uint32_t target, const CUtensorMap& map, B
       "l"(&map), "r"(barrier.address), "r"(column), "r"(row), "r"(slice), "h"(kBoth)
       : "memory");
 }
-// Stores a box, as a group of its own.
+// Stores a box, as a separate group.
 __device__ inline void StoreBox(const CUtensorMap& map, uint32_t source, int column, int row, int slice) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\ncp.async.bulk.commit_group;" ::
@@ -133,20 +133,20 @@ __device__ inline void StoreBox(const CUtensorMap& map, uint32_t source, int col
       "r"(source), "r"(column), "r"(row), "r"(slice)
       : "memory");
 }
-// A box of a HeadsView, in the group that the next CommitStores closes.
+// Stores a box into a HeadsView, in the group that the next CommitStores closes.
 __device__ inline void StoreHeadBox(const CUtensorMap& map, uint32_t source, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(source), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
 
-// Bytes that lie together: both places aligned to 16 bytes, `bytes` a multiple of 16.
+// Adjacent bytes: both places aligned to 16 bytes, `bytes` a multiple of 16.
 __device__ inline void LoadBytes(uint32_t target, const void* source, int bytes, Barrier barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                "l"(source), "r"(bytes), "r"(barrier.address)
                : "memory");
 }
-// Stored, or added to what lies there, in the group that the next CommitStores closes.
+// Stored, or added to the floats there, in the group that the next CommitStores closes.
 __device__ inline void StoreFloats(float* target, uint32_t source, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(source), "r"(bytes)
                : "memory");
@@ -157,13 +157,13 @@ __device__ inline void AddFloats(float* target, uint32_t source, int bytes) {
                : "memory");
 }
 __device__ inline void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all of this thread's stores are in memory.
+// Waits until all this thread's stores are in memory.
 __device__ inline void WaitStores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Orders this thread's accesses of global and shared memory, and what it has learned of others', before later ones of
-// the copy engine, and the other way round.
+// Orders this thread's accesses to global and shared memory, and others' accesses that it has learned about, before
+// later ones by the copy engine, and the other way round.
 __device__ inline void FenceCopies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// Until all but kPending of this thread's stores have read their shared memory.
+// Waits until all except kPending of this thread's stores have read their shared memory.
 template <int kPending>
 __device__ void WaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

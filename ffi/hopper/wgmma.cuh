@@ -1,5 +1,5 @@
-// Matrix products of a warpgroup (wgmma), operands in shared memory with the 128-byte swizzle, lhs of TF32 or of 16
-// bits in registers too; f32 sums.
+// A warpgroup's matrix products (wgmma), with operands in shared memory with the 128-byte swizzle; a TF32 or 16-bit lhs
+// may also be in registers. f32 sums.
 #ifndef JAXOPS_HOPPER_WGMMA_CUH_
 #define JAXOPS_HOPPER_WGMMA_CUH_
 
@@ -19,21 +19,22 @@ struct E5M2 {
   uint8_t bits;
 };
 
-// How an operand's tile lies: in rows of 128 bytes, along k (one row for each m or n), or along m or n (one for each k,
-// 64 elements wide; for 16-bit elements alone).
+// How an operand's tile lies: in 128-byte rows, along k (one for each m or n), or along m or n (one for each k, 64
+// elements wide; only for 16-bit elements).
 enum class Major { kDepth, kSpace };
 
 // 64 rows by 128 bytes, along either.
 inline constexpr int kBlockBytes = 8192;
 
-// The descriptor of an operand at `address`: address, distance of 64-wide blocks (kSpace only) and of groups of 8 rows,
-// all in units of 16 bytes; swizzle mode 1 (128 bytes). The tile must be aligned to 1024 bytes.
+// The descriptor for an operand at `address`: the address, and the distances between 64-wide blocks (kSpace only) and
+// between groups of 8 rows, all in units of 16 bytes; swizzle mode 1 (128 bytes). The tile must be aligned to 1024
+// bytes.
 __device__ inline uint64_t Descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(kBlockBytes >> 4) << 16 |
          static_cast<uint64_t>(1024 >> 4) << 32 | uint64_t{1} << 62;
 }
-// Those of operands that begin at multiples of 16 bytes from `address`, blocks block_bytes apart. They are computed
-// from one register where they are used: kept in registers from step to step, many would push sums out of these.
+// The descriptors for operands that begin at multiples of 16 bytes from `address`, blocks block_bytes apart. They are
+// computed from one register at each use: kept in registers from step to step, many would push out sums.
 class Descriptors {
  public:
   __device__ Descriptors(uint32_t address, int block_bytes)
@@ -49,10 +50,10 @@ class Descriptors {
  private:
   uint32_t low_;
 };
-// From one instruction's operand to the next one's along k: 32 bytes of each row, or 16 rows.
+// From one instruction's operand to the next one's along k: 32 bytes in each row, or 16 rows.
 template <Major kMajor>
 inline constexpr int kStepBytes = kMajor == Major::kDepth ? 32 : 16 * 128;
-// Instructions along k that a tile of 128-byte rows takes.
+// Instructions along k for a tile with 128-byte rows.
 inline constexpr int kSteps = 4;
 
 __device__ inline void FenceRegisters() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -61,8 +62,8 @@ template <int kPending>
 __device__ void WaitProducts() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Products in flight write their sums, and read operands in registers, behind the compiler's back. After WaitProducts:
-// what is read of the sums from here on is not read earlier, and the operands have kept their registers until here.
+// Products in flight write their sums, and read operands in registers, behind the compiler's back. After WaitProducts,
+// the compiler reads these sums no earlier than here, and the operands have kept their registers until here.
 template <class T, int kCount>
 __device__ void Settle(T (&registers)[kCount]) {
 #pragma unroll
@@ -95,7 +96,7 @@ __device__ void Settle(T (&registers)[kRows][kColumns]) {
 #define JAXOPS_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define JAXOPS_D16(i) JAXOPS_D8(i), JAXOPS_D8(i + 8)
 #define JAXOPS_D32(i) JAXOPS_D8(i), JAXOPS_D8(i + 8), JAXOPS_D8(i + 16), JAXOPS_D8(i + 24)
-// N, its registers' names, the names of the two descriptors, the flag and the two transposition flags.
+// N, its registers' names, the two descriptors' names, the flag and the two transposition flags.
 #define JAXOPS_WGMMA_16BIT(N, type, names, a, b, flag, ta, tb, ...)                                                  \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32."  \
                type "." type " {" names "}, " a ", " b ", add, 1, 1, " ta ", " tb ";\n}"                             \
@@ -104,12 +105,12 @@ __device__ void Settle(T (&registers)[kRows][kColumns]) {
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N types       \
                " {" names "}, " a ", " b ", add, 1, 1;\n}"                                                           \
                : __VA_ARGS__ : "l"(lhs), "l"(rhs), "r"(accumulate))
-// lhs from registers: its four registers' names, that of the descriptor of rhs, the flag.
+// lhs from registers: its four registers' names, the name of rhs's descriptor, the flag.
 #define JAXOPS_WGMMA_FROM_REGISTERS(N, names, a0, a1, a2, a3, b, flag, ...)                                          \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32" \
                " {" names "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", add, 1, 1;\n}"                               \
                : __VA_ARGS__ : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "l"(rhs), "r"(accumulate))
-// The same for operands of 16 bits, with rhs's transposition flag.
+// As above, for 16-bit operands, with rhs's transposition flag.
 #define JAXOPS_WGMMA_16BIT_FROM_REGISTERS(N, type, names, a0, a1, a2, a3, b, flag, tb, ...)                          \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " flag ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32."  \
                type "." type " {" names "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", add, 1, 1, " tb ";\n}"          \
@@ -119,7 +120,7 @@ __device__ void Settle(T (&registers)[kRows][kColumns]) {
   if constexpr (kN == 128) JAXOPS_WGMMA_16BIT_FROM_REGISTERS(128, type, JAXOPS_N3, "%64", "%65", "%66", "%67", "%68", "%69", "%70", JAXOPS_D32(0), JAXOPS_D32(32)); \
   if constexpr (kN == 192) JAXOPS_WGMMA_16BIT_FROM_REGISTERS(192, type, JAXOPS_N5, "%96", "%97", "%98", "%99", "%100", "%101", "%102", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64)); \
   if constexpr (kN == 256) JAXOPS_WGMMA_16BIT_FROM_REGISTERS(256, type, JAXOPS_N7, "%128", "%129", "%130", "%131", "%132", "%133", "%134", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64), JAXOPS_D32(96))
-// Widths of products of 16 bits alone.
+// Widths for 16-bit products only.
 #define JAXOPS_WGMMA_16BIT_WIDTHS(type)                                                                              \
   if constexpr (kN == 32) JAXOPS_WGMMA_16BIT(32, type, JAXOPS_N0, "%16", "%17", "%18", "%19", "%20", JAXOPS_D16(0)); \
   if constexpr (kN == 48) JAXOPS_WGMMA_16BIT(48, type, JAXOPS_N48, "%24", "%25", "%26", "%27", "%28", JAXOPS_D16(0), JAXOPS_D8(16)); \
@@ -133,8 +134,8 @@ __device__ void Settle(T (&registers)[kRows][kColumns]) {
   if constexpr (kN == 256) form(256, type, JAXOPS_N7, "%128", "%129", "%130", "%131", "%132", JAXOPS_D32(0), JAXOPS_D32(32), JAXOPS_D32(64), JAXOPS_D32(96))
 // clang-format on
 
-// d = lhs rhs, or d += lhs rhs if `accumulate`, for 64 x kN sums: element 4 i + 2 h + j of thread t is that of row
-// t / 32 * 16 + h * 8 + t % 32 / 4 and column 8 i + t % 4 * 2 + j. float stands for TF32: the low 13 bits are ignored.
+// d = lhs rhs, or d += lhs rhs if `accumulate`, for 64 x kN sums: thread t's element 4 i + 2 h + j belongs to row t /
+// 32 * 16 + h * 8 + t % 32 / 4 and column 8 i + t % 4 * 2 + j. float stands for TF32: the low 13 bits are ignored.
 template <class A, class B, int kN, Major kLhs, Major kRhs>
 __device__ void MultiplyAdd(float (&d)[kN / 2], uint64_t lhs, uint64_t rhs, int accumulate) {
   constexpr bool kTwoBytes = sizeof(A) == 2;
@@ -162,7 +163,7 @@ __device__ void MultiplyAdd(float (&d)[kN / 2], uint64_t lhs, uint64_t rhs, int 
   }
 }
 
-// The same for TF32 with lhs from registers: element 2 q + h of thread t is that of row t / 32 * 16 + h * 8 + t % 32 /
+// As above, for TF32 with lhs from registers: thread t's element 2 q + h belongs to row t / 32 * 16 + h * 8 + t % 32 /
 // 4 and k = 4 q + t % 4.
 template <int kN>
 __device__ void MultiplyAddFromRegisters(float (&d)[kN / 2], const uint32_t (&lhs)[4], uint64_t rhs, int accumulate) {
@@ -175,9 +176,10 @@ __device__ void MultiplyAddFromRegisters(float (&d)[kN / 2], const uint32_t (&lh
   // clang-format on
 }
 
-// The same for 16-bit operands with lhs from registers: a register has two elements of a row, k and k + 1, the lower
-// one in its low half. Register 2 q + h of thread t is that of row t / 32 * 16 + h * 8 + t % 32 / 4 and k = 8 q + t % 4
-// * 2: sums of a product, rounded in pairs, are in their places.
+// As above, for 16-bit operands with lhs from registers: a register has two elements from a row, k and k + 1, the lower
+// one in its low half. Thread t's register 2 q + h belongs to row t / 32 * 16 + h * 8 + t % 32 / 4 and k = 8 q + 2 (t %
+// 4).
+// A product's sums, rounded in pairs, are in their places.
 template <class T, int kN, Major kRhs>
 __device__ void MultiplyAddFromRegisters(float (&d)[kN / 2], const uint32_t* lhs, uint64_t rhs, int accumulate) {
   static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);

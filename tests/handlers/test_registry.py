@@ -62,9 +62,9 @@ def calls(x):
 
     def total(x):
         found = 0
-        for comparison in COMPARISONS.values():
-            _, *others = comparison.operands(np.random.default_rng(0), x.shape, x.dtype)
-            found += jnp.sum(comparison.ours(x, *(jnp.ones(other.shape, other.dtype) for other in others)))
+        for case in COMPARISONS.values():
+            _, *others = case.operands(np.random.default_rng(0), x.shape, x.dtype)
+            found += jnp.sum(case.ours(x, *(jnp.ones(other.shape, other.dtype) for other in others)))
         q = x[:, None, :8].astype(jnp.bfloat16)
         found += jnp.sum(jaxops.dot_product_attention(q, q, q).astype(x.dtype))
         wide = x.astype(jnp.bfloat16)

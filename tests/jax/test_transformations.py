@@ -13,7 +13,7 @@ import transformations
 from jax.experimental import checkify
 from jax.test_util import check_grads
 from support import transformer
-from support.ops import ROW_OPS
+from support.ops import CASES, ROW_OPS
 
 import jaxops
 from jaxops import _kernel
@@ -261,7 +261,8 @@ def test_gradients_for_rows_and_columns_of_any_number(op, rng):
     def gradients(x, parameter):
         """Of x, and of the bias, or of the scale."""
         call = getattr(jaxops, op)
-        f = (lambda x, p: call(x, bias=p)) if "softmax" in op else call
+        calls = {"rows": lambda x, p: call(x * p), "logits": lambda x, p: call(x, bias=p), "norm": call}
+        f = calls[CASES[op].family]
         return jax.grad(lambda x, p: jnp.square(f(x, p)).sum(), (0, 1))(x, parameter)
 
     rows, columns = jax.export.symbolic_shape("rows, columns")

@@ -14,7 +14,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 @functools.cache
 def printed(busy: bool = False, flags: str = "", number: int = 0) -> str:
-    """The output of a separate process; number: the how manieth of its kind."""
+    """The output of a separate process; number: tells equal calls apart."""
     del number
     result = subprocess.run(
         [sys.executable, determinism.__file__, *(["--busy"] if busy else [])],

@@ -84,7 +84,7 @@ def test_wrong_attention_is_seen(monkeypatch):
 def test_wrong_results_are_seen(op, monkeypatch):
     """A result with one element off by a few units fails."""
     operands = (("a", (3, 4), "float32"), ("b", (4, 5), "float32"))
-    options = {"dot_general": (("numbers", (((1,), (0,)), ((), ()))),), "matmul": ()}
+    options = {"dot_general": (("dimension_numbers", (((1,), (0,)), ((), ()))),), "matmul": ()}
     options = {name: (*given, ("precision", "highest")) for name, given in options.items()}
     if op not in options:
         operands = (("x", (3, 40), "bfloat16"),)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import contract
-from support.ops import Comparison, exact, value_and_gradients
+from support.ops import OpCase, exact, value_and_gradients
 from support.row_cases import (
     COLUMNS_ONCE,
     assert_matches,
@@ -143,8 +143,8 @@ def test_absent_parameters(op, present, rng):
         return lambda x, *values: function(op, x, **dict(zip(names, values, strict=True)))
 
     got = run(with_names(call), x, *given.values(), cotangent=cotangent)
-    comparison = Comparison(op, with_names(call), with_names(flax), None)
-    for i, target in enumerate(exact(comparison, (x, *given.values()), cotangent)):
+    case = OpCase(op, with_names(call), with_names(flax), None)
+    for i, target in enumerate(exact(case, (x, *given.values()), cotangent)):
         assert_matches(got[i], target, f"result {i}", contract.GRADIENT_ROUNDING)
 
 
@@ -324,7 +324,7 @@ def test_where(mask_shape, rng):
     ours = lambda *xs: jaxops.layer_norm(*xs, where=mask)  # noqa: E731
     reference = lambda *xs: flax("layer_norm", *xs, where=np.broadcast_to(mask, x.shape))  # noqa: E731
     value, dx, *_ = run(ours, x, *given, cotangent=cotangent)
-    wanted = exact(Comparison("layer_norm", ours, reference, None), (x, *given), cotangent)
+    wanted = exact(OpCase("layer_norm", ours, reference, None), (x, *given), cotangent)
     empty = ~np.broadcast_to(mask, x.shape).any(axis=1)
     assert np.isnan(np.asarray(value)[empty]).all() and np.isnan(wanted[0][empty]).all()
     assert_matches(value, wanted[0], "value", contract.GRADIENT_ROUNDING)

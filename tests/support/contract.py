@@ -1,4 +1,4 @@
-"""What every op must satisfy, as functions that take the op's Comparison (see support/ops.py)."""
+"""What every op must satisfy, as functions that take its OpCase (see support/ops.py)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from support.ops import Comparison, exact, ulps, value_and_gradients
+from support.ops import OpCase, exact, ulps, value_and_gradients
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 #: Shapes of the first operand: single elements, rows and columns, sizes around vector and tile boundaries.
 SHAPES = ((1, 3), (1, 127), (130, 3), (3, 8), (5, 257), (2, 3, 33), (65, 1000), (4, 1, 4097))
-
-MATRIX_OPS = ("matmul", "dense_gelu")
 
 #: Errors up to this many ulp of the result's dtype are rounding, whatever the reference achieves: of values, and of
 #: gradients, which are computed from rounded values.
@@ -30,10 +28,10 @@ def precision_of(dtype):
         yield
 
 
-def draw(comparison: Comparison, rng, shape, dtype):
+def draw(case: OpCase, rng, shape, dtype):
     """Operands on the device, and a cotangent for the result, as numpy."""
-    operands = [jnp.asarray(x) for x in comparison.operands(rng, shape, np.dtype(dtype))]
-    out = jax.eval_shape(comparison.ours, *operands)
+    operands = [jnp.asarray(x) for x in case.operands(rng, shape, np.dtype(dtype))]
+    out = jax.eval_shape(case.ours, *operands)
     return operands, rng.standard_normal(out.shape).astype(out.dtype)
 
 
@@ -49,11 +47,11 @@ def assert_close(got, wanted, reference=None, what="result", rounding=ROUNDING):
     assert error <= allowed, f"{what}: {error:.2f} ulp, allowed {allowed:.2f}"
 
 
-def check_value_and_gradients(comparison: Comparison, rng, shape, dtype):
+def check_value_and_gradients(case: OpCase, rng, shape, dtype):
     with precision_of(dtype):
-        operands, cotangent = draw(comparison, rng, shape, dtype)
-        wanted = exact(comparison, operands, cotangent)
-        value_dtype = jax.eval_shape(comparison.reference, *operands).dtype
+        operands, cotangent = draw(case, rng, shape, dtype)
+        wanted = exact(case, operands, cotangent)
+        value_dtype = jax.eval_shape(case.reference, *operands).dtype
 
     @functools.cache
     def run(function):
@@ -63,37 +61,37 @@ def check_value_and_gradients(comparison: Comparison, rng, shape, dtype):
 
     x = operands[0]
     rows, columns = (x.size // x.shape[-1], x.shape[-1]) if x.size else (1, 1)
-    for i, (got, target) in enumerate(zip(run(comparison.ours), wanted, strict=True)):
+    for i, (got, target) in enumerate(zip(run(case.ours), wanted, strict=True)):
         what = "value" if i == 0 else f"gradient of operand {i - 1}"
         assert got.dtype == (operands[i - 1].dtype if i else value_dtype), what
         # What sums n rounded products cannot be nearer than about sqrt(n) / 2 ulp: matrix products and their
         # gradients, and the gradients of parameters; the latter in ulp of the cotangents that they sum.
-        terms = max(rows, columns) if comparison.name in MATRIX_OPS else rows if i >= 2 else 0
+        terms = max(rows, columns) if case.family == "product" else rows if i >= 2 else 0
         rounding = (GRADIENT_ROUNDING if i else ROUNDING) + 0.5 * terms**0.5
         rounding *= float(jnp.finfo(x.dtype).eps / jnp.finfo(got.dtype).eps)
         if dtype == "float64":  # the wanted values have rounding errors of the same size
             rounding *= 8
-        assert_close(got, target, lambda i=i: run(comparison.reference)[i], what, rounding)
+        assert_close(got, target, lambda i=i: run(case.reference)[i], what, rounding)
 
 
-def check_jit(comparison: Comparison, rng, shape):
+def check_jit(case: OpCase, rng, shape):
     """Inside jit the result is the same to the bit."""
-    operands, _ = draw(comparison, rng, shape, "float32")
-    np.testing.assert_array_equal(comparison.ours(*operands), jax.jit(comparison.ours)(*operands))
+    operands, _ = draw(case, rng, shape, "float32")
+    np.testing.assert_array_equal(case.ours(*operands), jax.jit(case.ours)(*operands))
 
 
-def check_vmap(comparison: Comparison, rng, shape, mapped, axis):
+def check_vmap(case: OpCase, rng, shape, mapped, axis):
     """vmap over `axis` of the operands numbered `mapped` equals a loop, for values and gradients; one launch."""
-    operands, cotangent = draw(comparison, rng, shape, "float32")
+    operands, cotangent = draw(case, rng, shape, "float32")
     size = 3
-    draws = [comparison.operands(rng, shape, np.dtype("float32")) for _ in range(size)]
+    draws = [case.operands(rng, shape, np.dtype("float32")) for _ in range(size)]
     in_axes = [axis % (x.ndim + 1) if i in mapped else None for i, x in enumerate(operands)]
     for i, position in enumerate(in_axes):
         if position is not None:
             operands[i] = jnp.stack([jnp.asarray(values[i]) for values in draws], position)
 
     def run(*xs):
-        return value_and_gradients(comparison.ours, xs, jnp.asarray(cotangent))
+        return value_and_gradients(case.ours, xs, jnp.asarray(cotangent))
 
     got = jax.vmap(run, in_axes)(*operands)
     for j in range(size):

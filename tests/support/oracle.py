@@ -8,10 +8,13 @@ op and input in one unit, in which bounds are of order one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import scipy.special
@@ -493,3 +496,91 @@ class DotGeneral:
     def jvp(self, tangents):
         flat = {name: self._bring(name, np.asarray(t)) for name, t in tangents.items()}
         return tuple(Wanted(*(v.reshape(self.shape) for v in w)) for w in self.product.jvp(flat))
+
+
+class Sampled:
+    """A function without a closed form, in float64. Noise: by how much it moves if each value on the way is rounded.
+
+    Args:
+      function: of the operands, in `jax.numpy`.
+      operands: by name.
+    """
+
+    def __init__(self, function, operands: dict[str, np.ndarray]):
+        self.function, self.operands = function, operands
+        self.dtype = np.dtype(jax.eval_shape(function, *operands.values()).dtype)
+        self.acc = accumulator(self.dtype, *(x.dtype for x in operands.values()))
+
+    def _compute(self, derive, *given) -> list[Wanted]:
+        inputs = [wide(x, np.float64) for x in (*given, *self.operands.values())]
+        with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+            values, moves = _moves(self.function, derive)(*inputs)
+        noises = (eps(self.acc) * np.asarray(move) + tiny(self.acc) for move in moves)
+        return list(map(Wanted, map(np.asarray, values), noises))
+
+    def value(self) -> tuple[Wanted, ...]:
+        return tuple(self._compute(_value))
+
+    def vjp(self, dy) -> dict[str, Wanted]:
+        return dict(zip(self.operands, self._compute(_vjp, dy), strict=True))
+
+    def jvp(self, tangents: dict[str, np.ndarray]) -> tuple[Wanted, ...]:
+        return tuple(self._compute(_jvp, *(tangents[name] for name in self.operands)))
+
+
+def _value(function, *xs):
+    return [function(*xs)]
+
+
+def _vjp(function, dy, *xs):
+    return jax.vjp(function, *xs)[1](dy)
+
+
+def _jvp(function, *xs):
+    tangents, operands = xs[: len(xs) // 2], xs[len(xs) // 2 :]
+    return [jax.jvp(function, operands, tangents)[1]]
+
+
+#: Samples of the rounding, so many that they do not all cancel, and its relative size.
+_SAMPLES, _STEP = 8, 1e-6
+
+
+@functools.cache
+def _moves(function, derive):
+    """From the inputs: `derive(function, *inputs)`, and the moves of each result, in units of the rounding, summed."""
+
+    @jax.jit
+    def compute(*inputs):
+        program = jax.make_jaxpr(functools.partial(derive, function))(*inputs)
+        values = jax.core.eval_jaxpr(program.jaxpr, program.consts, *inputs)
+        rng = np.random.default_rng(0)
+        sampled = jax.vmap(lambda i: _rounded(program, inputs, rng, i))(np.arange(_SAMPLES))
+        return values, [jnp.sum(jnp.abs(x - value) / _STEP, 0) for x, value in zip(sampled, values, strict=True)]
+
+    return compute
+
+
+def _rounded(program, inputs, rng, sample):
+    """A program's results in one sample: each input, and each result of an operation, is off by some rounding."""
+
+    def rounded(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x * (1 + _STEP * jnp.asarray(rng.standard_normal((_SAMPLES, *x.shape)))[sample])
+
+    jaxpr, known = program.jaxpr, {}
+    known |= zip(jaxpr.constvars, program.consts, strict=True)
+    known |= zip(jaxpr.invars, map(rounded, inputs), strict=True)
+
+    def read(atom):
+        return atom.val if isinstance(atom, jax.extend.core.Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        operands = list(map(read, equation.invars))
+        if inner := equation.params.get("jaxpr", equation.params.get("call_jaxpr")):
+            results = _rounded(inner, operands, rng, sample)
+        else:
+            results = equation.primitive.bind(*operands, **equation.params)
+            results = map(rounded, results if equation.primitive.multiple_results else [results])
+        known |= zip(equation.outvars, results, strict=True)
+    return list(map(read, jaxpr.outvars))

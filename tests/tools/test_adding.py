@@ -1,5 +1,6 @@
 """docs/adding.md followed to the letter: the files that it shows are compiled, and the op works."""
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -12,12 +13,12 @@ from support.pages import FENCE, ROOT
 
 FILES = {m[2]: m[3] for m in FENCE.finditer((ROOT / "docs" / "adding.md").read_text()) if m[2]}
 
-RUN = """
-import ctypes, importlib.util, sys
+RUN = r"""
+import ctypes, importlib.util, pathlib, re, sys, types
 import jax, jax.numpy as jnp, numpy as np
 import jaxops
 from jaxops import _kernel
-from support import ops
+import support
 
 spec = importlib.util.spec_from_file_location("jaxops.ops.l2_normalize", sys.argv[2])
 module = importlib.util.module_from_spec(spec)
@@ -27,14 +28,32 @@ handler = ctypes.CDLL(sys.argv[1]).l2_normalize_fwd
 name = _kernel.target_name("l2_normalize_fwd")
 jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu", api_version=1)
 _kernel.HANDLERS["cpu"] |= {"l2_normalize_fwd"}
-namespace = vars(ops) | {"jaxops": jaxops}
-comparison = eval("(" + open(sys.argv[3]).read() + ")", namespace)[0]
 
+# tests/support/ops.py with the page's OpCase as the last one.
+case, source = (pathlib.Path(name).read_text() for name in (sys.argv[3], "support/ops.py"))
+before, after = source.split("\n)\n\nCASES = ")
+source = f"{before}\n{case.rstrip()},\n)\n\nCASES = {after}"
+support.ops = sys.modules["support.ops"] = types.ModuleType("support.ops")
+exec(source, vars(support.ops))
+
+import accuracy, determinism, fuzz, transformations
 from support import contract
 rng = np.random.default_rng(0)
 for dtype in contract.DTYPES:
     for shape in contract.SHAPES:
-        contract.check_value_and_gradients(comparison, rng, shape, dtype)
+        contract.check_value_and_gradients(support.ops.COMPARISONS["l2_normalize"], rng, shape, dtype)
+assert fuzz.run("l2_normalize", 2 * fuzz.CALLS * fuzz.DRAWS, seed=0) == []
+for transformation in ("grad of grad", "hvp", "vmap", "export, symbolic", "Auto mesh, columns split"):
+    transformations.check("l2_normalize", transformation)
+for dtype in ("float32", "bfloat16"):
+    for options, cases in accuracy.cases("l2_normalize", dtype, long=False).items():
+        (errors,) = accuracy.measure(cases, (fuzz._call,))
+        limits = accuracy.bound("l2_normalize", dtype, options, False)._asdict()
+        assert all(getattr(errors, figure) <= limit for figure, limit in limits.items()), errors
+assert "l2_normalize" in determinism.CALLS
+from benchmarks import harness, rows
+settings = harness.Settings(("float32",), True, 1.0, re.compile(""), pathlib.Path(), None)
+assert rows.tasks("l2_normalize", settings)
 x = jnp.asarray(rng.standard_normal((3, 5, 8)), jnp.float32)
 assert name in jax.jit(jaxops.l2_normalize).lower(x).as_text()
 np.testing.assert_allclose(jax.vmap(jaxops.l2_normalize, 1, 1)(x), jaxops.l2_normalize(x), rtol=1e-6)
@@ -83,5 +102,8 @@ def test_op(tmp_path, includes):
     source = tmp_path / "ffi/ops/l2_normalize/l2_normalize_cpu.cc"
     options = ["-O1", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-fPIC", "-shared"]
     subprocess.run(["g++", *options, *includes, str(source), "-o", str(library)], check=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, os.environ.get("PYTHONPATH", ""))))}
     files = [tmp_path / name for name in ("jaxops/ops/l2_normalize.py", "tests/support/ops.py")]
-    subprocess.run([sys.executable, "-c", RUN, str(library), *map(str, files)], cwd=ROOT / "tests", check=True)
+    subprocess.run(
+        [sys.executable, "-c", RUN, str(library), *map(str, files)], cwd=ROOT / "tests", env=environment, check=True
+    )

@@ -105,9 +105,15 @@ def test_charts(tmp_path):
     assert [row["ours"] for row in charts.read_rows(tmp_path / "a.csv")] == ["2"]
     with (tmp_path / "a.csv").open() as file:
         assert b"NVIDIA X, jax 1, measured 2026-01-01 to 2026-01-02" in charts.draw_bars(list(csv.DictReader(file))[:2])
-    sizes = [("4096x8", "NVIDIA X"), ("4096x16", "NVIDIA X"), ("64x8", "NVIDIA X"), ("8192x8", "NVIDIA Y")]
-    values = {"date": "2026-01-01", "jax": "1", "dtype": "float32", "direction": "forward", "unit": "TB/s"}
+    sizes = [
+        ("4194304x8", "NVIDIA X"),
+        ("4194304x16", "NVIDIA X"),
+        ("2097152x8", "NVIDIA X"),
+        ("8388608x8", "NVIDIA Y"),
+    ]
+    sizes.append(("256x24", "NVIDIA X"))  # a small one
+    values = {"op": "a", "date": "2026-01-01", "jax": "1", "dtype": "float32", "direction": "forward", "unit": "TB/s"}
     values |= {"ours": "1", "xla": "1", "ceiling": ""}
     with mock.patch.object(charts, "_svg") as svg:
         charts.draw_rows([{"shape": shape, "device": device, **values} for shape, device in sizes])
-    assert [row["shape"] for row in svg.call_args.args[1]] == ["4096x8", "4096x16"]
+    assert [row["shape"] for row in svg.call_args.args[1]] == ["4194304x8", "4194304x16"]

@@ -25,7 +25,7 @@ struct Gradients {
   float* dbias;  // null unless it is wanted
 };
 
-// Of the backward pass's kernels.
+// For the backward pass's kernels.
 int KeysOfBlock(const Problem& p) { return p.depth > 128 ? 64 : 128; }
 
 template <class T>
@@ -55,8 +55,8 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Gra
   const int64_t key_heads = int64_t{p.batches} * p.key_heads, tiles = key_heads * CeilDiv(p.keys, Tile::kKeys);
   const int64_t query_blocks = int64_t{p.batches} * p.heads * known.sums.blocks;
   if (tiles > attention::kLongest || query_blocks > attention::kLongest) return Invalid(kHandler, "too many tokens");
-  // Q, dO and the sums of dQ of a head; measured on an H200. The more heads, the less do blocks of one wait for
-  // another.
+  // One head's Q, dO and dQ sums; measured on an H200. With more heads, the blocks of one head wait less for each
+  // other.
   const double bytes = 8.0 * p.queries * p.depth * p.group();
   const int blocks = attention::Multiprocessors();
   if (blocks == 0) return Error::Internal("attention_bwd: no device");
@@ -127,13 +127,12 @@ Error LaunchBiasGradient(Device stream, const PreparationArguments& known, float
   return FromCuda(kHandler, Launch(stream, attention::AttentionBiasGradient<T>, grid, arguments));
 }
 
-// TFLOP/s on an H200 (bf16, 12 to 16 heads; causal counts half; the preparation and the rounding of dQ included):
+// TFLOP/s on an H200 (bf16, 12 to 16 heads; causal counts half; includes the preparation and the rounding of dQ):
 //   depth      causal 1024  4096  16384   full 1024  4096  16384
 //    64               248   428    511        376    513    545
 //   128               330   480    585        437    565    615
 //   256                     441                      445
-// Of that the order of the additions of dQ costs 2 %: unordered, depth 128 takes 1140 us for full 4096, 1165 us
-// ordered.
+// Ordered additions to dQ cost 2 % of this: for full 4096 at depth 128, 1165 us ordered and 1140 us unordered.
 template <class T>
 Error BackwardOf(Device stream, const PreparationArguments& known, const Gradients& gradients) {
   const Problem& p = known.problem;
@@ -157,7 +156,7 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
   const int64_t heads = int64_t{p.batches} * p.heads;
   sums->block_size = attention::QueriesAtOnce(p.depth <= 64 ? 64 : 128);
   sums->blocks = static_cast<int>(CeilDiv(p.queries, sums->block_size));
-  // A mask of each query is causal more often than not.
+  // A mask with a row per query is usually causal.
   sums->descending = p.right < attention::kLongest || (p.mask_has_reach() && p.mask.query_stride);
   int64_t words = 0;
   const auto take = [&](int64_t count) {
@@ -175,7 +174,7 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
 }
 
 // q, k, v, out, lse, dout, [dlse], and the options' operands -> dq, dk, dv, [dbias]; if q, k and v are one tensor, dq
-// is the gradient of all, and there is neither dk nor dv.
+// is the gradient of all three, and dk and dv are absent.
 Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer out, AnyBuffer lse,
                         AnyBuffer dout, ffi::RemainingArgs rest, BufferResult dq, ffi::RemainingRets more,
                         BackwardOptions options) {

@@ -12,7 +12,7 @@ using attention::Options;
 using attention::Problem;
 
 constexpr const char* kHandler = "attention_fwd";
-constexpr int64_t kCounterWords = 4;  // of the workspace: of tiles, and the reach's gaps
+constexpr int64_t kCounterWords = 4;  // in the workspace: tile counters, and the reach's gaps
 
 template <class Tile>
 Error LaunchForward(Device stream, const Problem& p, const attention::Reach& reach, int32_t* counters) {
@@ -26,17 +26,17 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
   if (Tile::kExtraStages > 0) arguments.fetched = attention::DescribeScores<T>(p, 64, &arguments.extra);
   const int64_t heads = int64_t{p.batches} * p.heads, tiles = heads * attention::CeilDiv(p.queries, Tile::kRows);
   if (tiles > std::numeric_limits<int32_t>::max()) return Invalid(kHandler, "too many queries");
-  // Measured on an H200: of causal calls, half of whose keys are visited, twice as much fits.
+  // Measured on an H200: causal calls visit half of their keys, so twice as much fits.
   const double bytes = 4.0 * p.keys * p.depth / p.group();
   arguments.problem = p;
   arguments.reach = reach;
   const int blocks = attention::Multiprocessors();
   if (blocks == 0) return Error::Internal("attention_fwd: no device");
-  // Heads of a call whose tiles have equal work are taken one after the other, that loads are spread over the time.
+  // If all tiles of a call have equal work, heads go one after the other, which spreads the loads over time.
   arguments.is_skewed = p.right < attention::kLongest || (p.mask.data && p.mask.query_stride);
   const int64_t rows = tiles / heads, most = arguments.is_skewed ? heads : std::max<int64_t>(blocks / rows, 1);
   arguments.together = attention::HeadsTogether(heads, bytes, arguments.is_skewed ? 25e6 : 12.5e6, 1, most);
-  // Tiles of equal work need no counter, if they are few.
+  // A few tiles of equal work need no counter.
   if (tiles > (arguments.is_skewed || reach.of_queries ? 1 : 8) * int64_t{blocks}) {
     arguments.counters = counters;
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(counters, 0, sizeof(int32_t), stream)));
@@ -54,9 +54,9 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
 //   128     128 x 128          462   655    738        601    711    738
 //   192     128 x 96                 665
 //   256     128 x 80                 638                      751
-// 192 rows of queries are ahead from 2048 queries on, where tiles are many and see more than a few blocks of keys. At
-// depth 128, tiles of 128 x 176 gain 2 % from 8192 keys on, and lose 9 % in causal calls of 2048. General calls wait
-// for each product; their scores bound them.
+// 192 query rows are faster from 2048 queries on, where there are many tiles and each sees more than a few key blocks.
+// At depth 128, 128 x 176 tiles gain 2 % from 8192 keys on, and lose 9 % in causal calls with 2048. General calls wait
+// for each product; the work on scores bounds them.
 template <class T>
 Error ForwardOf(Device stream, const Problem& p, const attention::Reach& reach, int32_t* counters) {
   const auto launch = [&]<class Tile> { return LaunchForward<Tile>(stream, p, reach, counters); };
@@ -74,9 +74,8 @@ Error ForwardOf(Device stream, const Problem& p, const attention::Reach& reach, 
                    : launch.template operator()<ForwardTile<T, 64, 2, 128, 3, 2, false>>();
 }
 
-// q, k, v, and those that there are of bias, mask, lengths, segments, sinks and query_offset -> out, lse. A workspace
-// with room for partial results asks for the kernel of few queries, which splits the keys as often as there is room
-// for.
+// q, k, v, and any bias, mask, lengths, segments, sinks and query_offset -> out, lse. A workspace with room for partial
+// results asks for the few-query kernel, which splits the keys into as many parts as the workspace holds.
 Error AttentionForward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, ffi::RemainingArgs rest, BufferResult out,
                        BufferResult lse, BufferResult workspace, Options options) {
   Problem problem;

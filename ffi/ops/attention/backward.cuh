@@ -1,16 +1,16 @@
 // Flash attention's backward pass on Hopper, with the same bits in every run.
 //
-// A block owns 128 keys of a head, two warpgroups of 64 each, and goes through the queries that see them, of one query
-// head after the other. Everything is transposed: S^T = K Q^T and dP^T = V dO^T come from shared memory, so that
-// P^T = exp(S^T - lse) and dS^T = P^T (dP^T - delta) are operands in registers of dV += P^T dO and dK += dS^T Q, which
-// stay in registers. dS^T also goes through shared memory to dQ = dS K, whose parts a warp of the first warpgroup adds,
-// by the copy engine, to sums in memory.
+// A block owns 128 keys in a head, 64 for each of two warpgroups, and visits the queries that see them, one query head
+// after the other. Everything is transposed: S^T = K Q^T and dP^T = V dO^T come from shared memory, so that P^T =
+// exp(S^T - lse) and dS^T = P^T (dP^T - delta) are register operands for dV += P^T dO and dK += dS^T Q, which stay in
+// registers. dS^T also goes through shared memory to dQ = dS K. A warp in the first warpgroup adds the parts of dQ, by
+// the copy engine, to sums in memory.
 //
-// Those additions have an order: blocks of keys add to a block of queries one after the other, as a counter for each
-// says. It is the order in which the blocks come there anyway. Blocks take their keys by tickets from another counter
-// and wait only for smaller tickets, which are with blocks that run: there is no deadlock, whatever else the GPU does.
-// Under a diagonal mask heads follow each other, the last keys first, and a block's additions begin at the diagonal
-// just after those of its right neighbour; else keys ascend, heads fastest.
+// These additions have an order: key blocks add to a query block one after the other, and each query block has a
+// counter that says whose turn it is. Blocks arrive in this order anyway. They take their keys by tickets from another
+// counter and wait only for smaller tickets, whose blocks run already: there is no deadlock, whatever else the GPU
+// does. Under a diagonal mask, heads follow each other, the last keys come first, and a block's additions begin at the
+// diagonal just after its right neighbour's; otherwise keys ascend, heads fastest.
 #ifndef JAXOPS_OPS_ATTENTION_BACKWARD_CUH_
 #define JAXOPS_OPS_ATTENTION_BACKWARD_CUH_
 
@@ -25,17 +25,17 @@
 
 namespace jaxops::attention {
 
-// What is known of a block of keys: the loader tells the other warps through shared memory, and they read it anew at
-// each use. As values that live on they would push sums out of the registers.
+// Facts about a key block: the loader passes them through shared memory, and the other warps read them anew at each
+// use. Kept alive, they would push sums out of the registers.
 enum TileField : int {
   kBatch,
   kKeyHead,
   kFirstKey,
-  kFirstBlock,  // blocks of queries, as in Span
+  kFirstBlock,  // query blocks, as in Span
   kLastBlock,
-  kWholeFirst,  // of the first and of the second warpgroup
+  kWholeFirst,  // for the first and the second warpgroup
   kWholeLast = kWholeFirst + 2,
-  kHalf = kWholeLast + 2,  // 1: the first block sees none of the second warpgroup's keys
+  kHalf = kWholeLast + 2,  // 1: the first block sees no key of the second warpgroup
   kBandQueries,
   kBandKeys,
   kBandLeft,
@@ -53,7 +53,7 @@ struct BackwardTile {
   static constexpr bool kSplitsDepth = kDepth == 128;
   // With 128 queries dV's product is issued only when dS is there: fewer registers are live.
   static constexpr bool kLateValues = kDepth == 64;
-  static constexpr int kStaging = kGeneral ? 1 : 2;  // buffers of dQ, and of dK, a warpgroup
+  static constexpr int kStaging = kGeneral ? 1 : 2;  // dQ buffers, and dK buffers, per warpgroup
   static constexpr int kKeyBytes = kKeys * kDepth * 2, kQueryBytes = kQueries * kDepth * 2;
   static constexpr int kScoreBytes = kKeys * kQueries * 2, kPartBytes = kPartFloats * 4;
   static constexpr int kExtraBytes = kKeys * kQueries * 2, kExtraStages = !kGeneral ? 0 : kDepth == 64 ? 1 : 2;
@@ -66,7 +66,7 @@ struct BackwardTile {
 };
 
 struct BackwardArguments {
-  CUtensorMap q, k, v, dout, dk, dv, extra;  // dk, dv: in boxes of 64 rows
+  CUtensorMap q, k, v, dout, dk, dv, extra;  // dk, dv: in boxes with 64 rows
   Problem problem;
   BackwardSums sums;
   int together;     // heads whose keys are taken together
@@ -143,7 +143,7 @@ struct BackwardShared {
     }
     hopper::FenceBarriers();
   }
-  // Calls visit(tile, its number in this block) for each of the block's tiles; by all threads of a warp.
+  // Calls visit(tile, its number in this block) for each tile of the block; by all threads of a warp.
   template <class Visit>
   __device__ void ForEachTile(const Visit& visit) const {
     for (int k = 0;; ++k) {
@@ -160,11 +160,11 @@ struct BackwardShared {
   __device__ Barrier At(int index) const { return {Lse(Tile::kStages) + 8 * index}; }
 };
 
-// Blocks of keys in the order of their tickets.
+// Key blocks in ticket order.
 template <class Tile>
 struct KeyTiles {
   const BackwardArguments& arguments;
-  int blocks, total;  // of a head, and of all
+  int blocks, total;  // per head, and in all
 
   struct Place {
     int batch, head, block;  // a key head
@@ -191,7 +191,7 @@ struct KeyTiles {
     const int batch = head / p.key_heads;
     return {batch, head - batch * p.key_heads, block};
   }
-  // The blocks of queries that see them; whole: those that see all of the 64 keys from `key` on.
+  // The query blocks that see them; whole: the blocks that see all 64 keys from `key` on.
   __device__ Span Visited(const Band& band, const Place& at, int key) const {
     Span span = band.QueryBlocks<Tile::kQueries>(at.key(), Tile::kKeys);
     const Span own = band.QueryBlocks<Tile::kQueries>(key, 64);
@@ -214,7 +214,7 @@ struct KeyTiles {
   }
 };
 
-// Takes tickets, tells what they are for, and loads queries and their cotangents. Registers are few here, too.
+// Takes tickets, announces their tiles, and loads queries and their cotangents. Registers are few here, too.
 template <class Tile>
 __device__ void LoadQueries(const BackwardArguments& arguments, const BackwardShared<Tile>& shared) {
   constexpr int kQueries = Tile::kQueries, kDepth = Tile::kDepth;
@@ -285,7 +285,7 @@ __device__ void LoadQueries(const BackwardArguments& arguments, const BackwardSh
   }
 }
 
-// By a warp of its own: the next tile's queries do not wait until this one's keys are no longer needed.
+// By a separate warp: the next tile's queries do not wait until this tile's keys are no longer needed.
 template <class Tile>
 __device__ void LoadKeys(const BackwardArguments& arguments, const BackwardShared<Tile>& shared) {
   shared.ForEachTile([&](const KnownTile& tile, int k) {
@@ -306,8 +306,8 @@ __device__ void LoadKeys(const BackwardArguments& arguments, const BackwardShare
   });
 }
 
-// A warp adds one warpgroup's parts of dQ to the sums in memory, each in its turn; the block's first stores its part.
-// This has to take less time than a step. It also stores the warpgroup's dK and dV.
+// Each of two warps adds one warpgroup's dQ parts to the sums in memory, each in its turn; the first block stores its
+// part instead. This must take less time than a step. The warp also stores the warpgroup's dK and dV.
 template <class Tile>
 __device__ void AddParts(const BackwardArguments& arguments, const BackwardShared<Tile>& shared, int group) {
   constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
@@ -332,7 +332,7 @@ __device__ void AddParts(const BackwardArguments& arguments, const BackwardShare
         return done == turn;
       };
       int turn = first < last ? turn_at(first) : 0;
-      bool ready = false;  // it is this block's turn, and the copy engine may act on that
+      bool ready = false;  // it is this block's turn, and the copy engine may act on it
       for (int block = first; block < last; ++block, ++parts) {
         const int buffer = parts % Tile::kStaging;
         const uint32_t part = shared.Part(group, buffer);
@@ -349,8 +349,8 @@ __device__ void AddParts(const BackwardArguments& arguments, const BackwardShare
           hopper::AddFloats(sum, part, Tile::kPartBytes);
         }
         hopper::CommitStores();
-        // While that is under way, look ahead: whoever waits for its end, hands on and only then looks at the next
-        // counter takes as long as the products. One fence is for what is done and for what was seen.
+        // Look ahead during the addition: waiting for its end, handing on and only then looking at the next counter
+        // takes as long as the products. One fence covers the finished addition and the counter that was read.
         const int next_turn = block + 1 < last ? turn_at(block + 1) : 0;
         ready = block + 1 < last && is_turn(block + 1, next_turn);
         hopper::WaitStores();
@@ -403,7 +403,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
       hopper::NamedSync(kBoth, 2 * kWarpgroup);
     }
     for (int member = 0; member < p.group(); ++member) {
-      int first[2] = {}, last[2] = {};  // of the queries that see this thread's keys, in a masked step
+      int first[2] = {}, last[2] = {};  // the queries that see this thread's keys, in a masked step
       const auto find_range = [&](int block) {
         const Band band = tile.band(p);
         const Reach& reach = arguments.sums.reach;
@@ -411,7 +411,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
         for (int h = 0; h < 2; ++h)
           band.RangeSeeing(own_key() + 8 * h, block * kQueries + column, p, reach, line, &first[h], &last[h]);
       };
-      // P^T = exp2(S^T factor - lse) in place of S^T. masked: some of the keys are not seen by some of the queries.
+      // P^T = exp2(S^T factor - lse) replaces S^T. masked: some queries do not see some keys.
       const auto probabilities = [&](auto masked) {
         const uint32_t lse = shared.Lse(steps % kStages) + column * 4;
 #pragma unroll
@@ -428,7 +428,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
           }
         }
       };
-      // dS^T = P^T (dP^T - delta) in place of dP^T.
+      // dS^T = P^T (dP^T - delta) replaces dP^T.
       const auto gradients = [&] {
         const uint32_t delta = shared.Delta(steps % kStages) + column * 4;
 #pragma unroll
@@ -452,9 +452,9 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
         hopper::Settle(dk);
         hopper::Settle(dv);
       };
-      // No product is in flight where a step ends: ptxas follows a pipeline inside one iteration alone (C7514, C7515).
-      // The other warpgroup fills the gap. half: the queries see none of the second warpgroup's keys, which then only
-      // takes its part of dQ.
+      // No product is in flight at the end of a step: ptxas only follows a pipeline inside one iteration (C7514,
+      // C7515). The other warpgroup fills the gap. half: the queries see no key of the second warpgroup, which then
+      // only takes its part of dQ.
       const auto step = [&](int block, auto masked, auto half) {
         constexpr bool kHalf = decltype(half)::value;
         const int stage = steps % kStages;
@@ -516,7 +516,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
           }
           if constexpr (!Tile::kGeneral) Round<T>(drounded, dscores);
           if (!accumulate)
-            await_place(steps + k - 1 + Tile::kStaging);  // dV of the tile before has left the place of dS
+            await_place(steps + k - 1 + Tile::kStaging);  // the previous tile's dV has left the space for dS
           StoreRounded(shared.Scores(steps & 1), kKeyChunk, 64 * group, drounded);
           if constexpr (Tile::kLateValues || Tile::kGeneral) add_values();
           hopper::FenceRegisters();
@@ -528,7 +528,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
             settle();
           }
         }
-        hopper::FenceSharedForCopies();            // orders the reads of lse and delta before their refill, too
+        hopper::FenceSharedForCopies();            // also orders the reads of lse and delta before their refill
         hopper::NamedSync(kBoth, 2 * kWarpgroup);  // both warpgroups' dS is there
         float dq[32];
         const uint32_t ds = shared.Scores(steps & 1) + (Tile::kSplitsDepth ? 0 : group * kKeyChunk);
@@ -539,8 +539,8 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
         hopper::WaitProducts<0>();
         hopper::Settle(dq);
         if constexpr (!kHalf) settle();
-        // The barrier above has ordered all lanes' reads of lse and delta already, but racecheck takes what follows for
-        // lane 0's alone.
+        // The barrier above already orders all lanes' reads of lse and delta, but racecheck attributes the next lines
+        // to lane 0 alone.
         __syncwarp();
         if (lead) {
           shared.QueriesEmpty(stage).Arrive();
@@ -580,7 +580,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
     if (!accumulate) hopper::FenceSharedForCopies();  // as steps do
     __syncwarp();
     if (lead) shared.KeysEmpty().Arrive();
-    hopper::NamedSync(kBoth, 2 * kWarpgroup);  // nobody reads dS any more, whose place dV takes
+    hopper::NamedSync(kBoth, 2 * kWarpgroup);  // dV takes dS's space, which nobody reads any more
     uint32_t result[kDepth / 4];
     Round<T>(result, dv);
     StoreRounded(shared.Scores(0), Tile::kScoreBytes, 64 * group, result);

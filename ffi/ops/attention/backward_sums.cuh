@@ -1,4 +1,4 @@
-// What the backward pass keeps in memory, O(queries): what is known of each query before, and the sums of dQ.
+// The backward pass's arrays in memory, O(queries): two numbers per query, known in advance, and the dQ sums.
 #ifndef JAXOPS_OPS_ATTENTION_BACKWARD_SUMS_CUH_
 #define JAXOPS_OPS_ATTENTION_BACKWARD_SUMS_CUH_
 
@@ -10,21 +10,21 @@
 
 namespace jaxops::attention {
 
-// Queries of a step.
+// Queries per step.
 constexpr int QueriesAtOnce(int tile_depth) { return tile_depth == 64 ? 128 : 64; }
-inline constexpr int kPartFloats = 64 * 64;  // of dQ, of a warpgroup
+inline constexpr int kPartFloats = 64 * 64;  // dQ elements per warpgroup
 
 struct BackwardSums {
-  // [batches, heads, blocks, 2, block size]: lse log2 e, inf where nothing is seen; and delta = <out, dout> - dlse.
+  // [batches, heads, blocks, 2, block size]: lse log2 e, inf if the query sees nothing; and delta = <out, dout> - dlse.
   float* statistics;
-  float* dq;               // [batches, heads, blocks, 2, kPartFloats], in the order of the warpgroups' fragments
-  int32_t* turns;          // [batches, heads, blocks, 2]: how many blocks of keys have been added; 0 at first
+  float* dq;               // [batches, heads, blocks, 2, kPartFloats], in the warpgroups' fragment order
+  int32_t* turns;          // [batches, heads, blocks, 2]: how many key blocks have been added; 0 at first
   int32_t* tickets;        // [2]: the next one, and the reach's `gaps`
-  int block_size, blocks;  // queries of a block, and blocks of a head
+  int block_size, blocks;  // queries per block, and blocks per head
   bool descending;         // the blocks' order: from the last to the first
   Reach reach;
 
-  // The blocks of keys that add to a block of queries. head: its key head (a reach is of batches, or each is a group).
+  // The key blocks that add to a query block. head: its key head (a reach covers a batch, or each head is a group).
   template <int kKeys, int kQueries>
   __device__ Span KeyBlocksOf(const Band& band, int batch, int head, int block) const {
     Span span = band.KeyBlocks<kKeys>(block * kQueries, kQueries);
@@ -41,10 +41,10 @@ struct PreparationArguments {
   Problem problem;
   BackwardSums sums;
   const void *out, *dout;
-  const float *lse, *dlse;  // dlse: null if there is none
+  const float *lse, *dlse;  // dlse: null if absent
 };
 
-inline constexpr int kPreparationThreads = 256, kPreparationLanes = 8;  // lanes: of a query
+inline constexpr int kPreparationThreads = 256, kPreparationLanes = 8;  // lanes: per query
 
 // Writes lse and delta, and zeros to turns and tickets.
 template <class T>
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kPreparationThreads)
 
 inline constexpr int kFinishThreads = 512;
 
-// The sums of dQ, times the scale, as a result: each thread 8 columns of two rows of a block.
+// Rounds the dQ sums, times the scale, to the result: each thread takes 8 columns in two rows of a block.
 template <class T, int kDepth>
 __global__ void __launch_bounds__(kFinishThreads)
     FinishQueries(const __grid_constant__ Problem p, const __grid_constant__ BackwardSums sums, T* dq) {

@@ -1,6 +1,6 @@
-// Flash attention's backward pass on Hopper for depths above 128, where dK and dV of 64 keys fill the registers of two
-// warpgroups, and sums of dQ find no room beside them: two kernels, each of which recomputes the probabilities. Nothing
-// is added up in memory, so that the same bits come out in every run.
+// Flash attention's backward pass on Hopper for depths above 128. dK and dV for 64 keys fill two warpgroups' registers,
+// so dQ sums find no room: two kernels each recompute the probabilities. Nothing is added up in memory, so every run
+// gives the same bits.
 #ifndef JAXOPS_OPS_ATTENTION_BACKWARD_WIDE_CUH_
 #define JAXOPS_OPS_ATTENTION_BACKWARD_WIDE_CUH_
 
@@ -21,28 +21,28 @@ struct WideTile {
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kDepth = 256, kStages = 2, kThreads = 3 * kWarpgroup;
   static constexpr int kLoaderRegisters = 24, kConsumerRegisters = 240;
-  // The kernel of keys: 64 keys, 64 queries a step, and two buffers of probabilities.
+  // The key kernel: 64 keys, 64 queries per step, and two probability buffers.
   static constexpr int kKeys = 64, kQueries = 64;
   static constexpr int kBlockOf64 = 64 * kDepth * 2, kProbabilityBytes = kKeys * kQueries * 4;
   static constexpr int kKeysShared = 1024 + (2 + 2 * kStages) * kBlockOf64 + 2 * kProbabilityBytes +
                                      kStages * kQueries * 8 + (2 + 4 * kStages + 4) * 8;
-  // The kernel of queries: 64 queries a warpgroup, 48 keys a step.
+  // The query kernel: 64 queries per warpgroup, 48 keys per step.
   static constexpr int kStepKeys = 48, kStepBytes = kStepKeys * kDepth * 2;
   static constexpr int kQueriesShared = 1024 + 4 * kBlockOf64 + 2 * kStages * kStepBytes + (2 + 4 * kStages) * 8;
   static_assert(kKeysShared <= 232448 && kQueriesShared <= 232448);
 };
 
 struct WideArguments {
-  CUtensorMap q, dout, k, v;   // in boxes of 64 rows
-  CUtensorMap step_k, step_v;  // in boxes of kStepKeys rows
+  CUtensorMap q, dout, k, v;   // in boxes with 64 rows
+  CUtensorMap step_k, step_v;  // in boxes with kStepKeys rows
   CUtensorMap dq, dk, dv;
   Problem problem;
   Reach reach;
   const float* statistics;       // as in BackwardSums
-  int query_blocks, key_blocks;  // of 64, of a head
+  int query_blocks, key_blocks;  // blocks of 64, per head
 };
 
-// A ring of stages of two tensors, each with a barrier that it is full and one that it is empty.
+// A ring of stages, each with two tensors; each tensor has a barrier for full and one for empty.
 template <int kStages>
 struct WideRing {
   uint32_t barriers;
@@ -60,7 +60,7 @@ struct WideRing {
   }
 };
 
-// The order of blocks: heads fastest, those of the most work first.
+// The block order: heads fastest, blocks with the most work first.
 struct WidePlace {
   int batch, head, block;
 
@@ -73,8 +73,8 @@ struct WidePlace {
   }
 };
 
-// dK and dV of 64 keys. The first warpgroup computes S^T = K Q^T, P^T, and dV += P^T dO; the second dP^T = V dO^T, dS^T
-// with P from the first by shared memory, and dK += dS^T Q.
+// dK and dV for 64 keys. The first warpgroup computes S^T = K Q^T, P^T, and dV += P^T dO; the second computes dP^T = V
+// dO^T, dS^T with the first's P from shared memory, and dK += dS^T Q.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __grid_constant__ WideArguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
         const float probability[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float& score = scores[4 * i + e];  // what is not seen stays 0, whatever the values are
+          float& score = scores[4 * i + e];  // hidden elements stay 0, whatever the values are
           score = probability[e] == 0 ? 0 : probability[e] * (score - (e % 2 ? delta.y : delta.x));
         }
       }
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
     const float scale = second ? p.scale : 1;
     result[i] = accumulate ? RoundPair<T>(sums[2 * i] * scale, sums[2 * i + 1] * scale) : 0;
   }
-  hopper::NamedSync(own_sync, kWarpgroup);  // all four warps' products have read the operand, whose place they take
+  hopper::NamedSync(own_sync, kWarpgroup);  // the results replace the operand, which all four warps' products have read
   StoreRounded(operand, kChunk<64>, 0, result);
   hopper::FenceSharedForCopies();
   hopper::NamedSync(own_sync, kWarpgroup);
@@ -265,8 +265,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
 #endif
 }
 
-// dQ of 128 queries, a warpgroup's 64 each: S = Q K^T, dP = dO V^T, and dQ += dS K with dS from registers. S of the
-// next keys is computed before dQ of these, so that exponentials run under a product.
+// dQ for 128 queries, 64 per warpgroup: S = Q K^T, dP = dO V^T, and dQ += dS K with dS from registers. The next keys' S
+// is computed before these keys' dQ, so that exponentials run under a product.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     WideBackwardQueries(const __grid_constant__ WideArguments arguments) {
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   uint32_t result[kDepth / 4];
 #pragma unroll
   for (int i = 0; i < kDepth / 4; ++i) result[i] = RoundPair<T>(dq[2 * i] * p.scale, dq[2 * i + 1] * p.scale);
-  hopper::NamedSync(own_sync, kWarpgroup);  // all four warps' products have read the queries, whose place they take
+  hopper::NamedSync(own_sync, kWarpgroup);  // the results replace the queries, which all four warps' products have read
   StoreRounded(queries, kChunk<64>, 0, result);
   hopper::FenceSharedForCopies();
   hopper::NamedSync(own_sync, kWarpgroup);

@@ -1,9 +1,9 @@
-// The gradient of the bias on Hopper: that of the scores, summed over whatever the bias was broadcast, in a fixed
-// order.
+// The bias's gradient on Hopper: the scores' gradient, summed in a fixed order over every axis along which the bias was
+// broadcast.
 //
-// A block owns 128 queries and 128 keys of the result, two warpgroups 64 queries each, and goes through the batches,
-// heads and, if the bias has one row for all queries, blocks of queries that they stand for: it recomputes S = Q K^T
-// and dP = dO V^T, 64 columns of the depth at a time, and adds dS up in registers.
+// A block owns 128 queries and 128 keys in the result, 64 queries for each of two warpgroups. It visits the batches,
+// heads and, if the bias has one row for all queries, query blocks that these stand for. For each it recomputes S = Q
+// K^T and dP = dO V^T, 64 depth columns at a time, and adds dS up in registers.
 #ifndef JAXOPS_OPS_ATTENTION_DBIAS_CUH_
 #define JAXOPS_OPS_ATTENTION_DBIAS_CUH_
 
@@ -19,11 +19,11 @@
 namespace jaxops::attention {
 
 struct BiasArguments {
-  CUtensorMap q, dout, k, v;  // in boxes of 64 rows
+  CUtensorMap q, dout, k, v;  // in boxes with 64 rows
   Problem problem;
   BackwardSums sums;
   float* dbias;                    // [batches or 1, heads or 1, queries or 1, keys]
-  int batches, heads, row_blocks;  // of the result; 1 where it is summed
+  int batches, heads, row_blocks;  // the result's; 1 along summed axes
 };
 
 struct BiasTile {
@@ -32,7 +32,7 @@ struct BiasTile {
   static constexpr int kSharedBytes = 1024 + 4 * kStages * kTileBytes + 2 * kStages * 8;
 };
 
-// Calls visit(batch, head, block of queries) for what is added up, as long as something is seen there.
+// Calls visit(batch, head, query block) for each addend, if it sees anything.
 template <class Visit>
 __device__ void ForEachBiasTerm(const BiasArguments& arguments, int key_block, int index, const Visit& visit) {
   const Problem& p = arguments.problem;
@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(BiasTile::kThreads, 1)
     return;
   }
   hopper::AcquireRegisters<240>();
-  const int lane = threadIdx.x % 32, column = lane % 4 * 2, warp = threadIdx.x / 32 - 4;  // warp: of eight
-  const int within = warp * 16 + lane / 4;  // this thread's first row of a block of queries
+  const int lane = threadIdx.x % 32, column = lane % 4 * 2, warp = threadIdx.x / 32 - 4;  // warp: one of eight
+  const int within = warp * 16 + lane / 4;  // this thread's first row in a query block
   float sums[kKeys / 2], scores[kKeys / 2], dscores[kKeys / 2];
 #pragma unroll
   for (int i = 0; i < kKeys / 2; ++i) sums[i] = 0;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(BiasTile::kThreads, 1)
     }
     return;
   }
-  // One row for all queries: the sum of the rows.
+  // One row for all queries: the rows' sum.
   __shared__ float of_warps[8][kKeys];
 #pragma unroll
   for (int i = 0; i < kKeys / 8; ++i)

@@ -1,9 +1,9 @@
-// Attention of few queries to many keys, as in decoding with a cache, on Hopper: it reads keys and values once, at the
+// Attention from few queries to many keys on Hopper, as in decoding with a cache: it reads keys and values once, at the
 // memory's speed.
 //
 // The query heads that share a key head are packed, with all their queries, into the rows of one tile. The keys are
-// split among blocks, each with a warp that loads and a warpgroup that multiplies; what they found is joined by another
-// kernel in the order of the keys.
+// split among blocks, each with a warp that loads and a warpgroup that multiplies; another kernel joins their results
+// in key order.
 #ifndef JAXOPS_OPS_ATTENTION_DECODE_CUH_
 #define JAXOPS_OPS_ATTENTION_DECODE_CUH_
 
@@ -21,9 +21,9 @@ template <class T_, int kDepth_>
 struct DecodeTile {
   using T = T_;
   static constexpr int kDepth = kDepth_, kKeys = kDepth > 128 ? 64 : 128, kStages = 3;
-  // Blocks a multiprocessor: of two, one loads while the other begins or ends. On an H200 32 sequences of 2048 keys of
-  // 32 heads of depth 64 take 141 us so, 167 us with one block and twice as many stages; at depth 128 two blocks of 48
-  // keys a stage take 2 to 5 % longer than one of 128.
+  // Blocks per multiprocessor: with two, one loads while the other begins or ends. On an H200, 32 sequences with 2048
+  // keys, 32 heads and depth 64 take 141 us with two, and 167 us with one block and twice as many stages. At depth 128,
+  // two blocks with 48 keys per stage take 2 to 5 % longer than one with 128.
   static constexpr int kResident = kDepth == 64 ? 2 : 1;
   static constexpr int kThreads = kWarpgroup + 32;
   static constexpr int kQueryBytes = 64 * kDepth * 2, kKeyBytes = kKeys * kDepth * 2;
@@ -34,7 +34,7 @@ struct DecodeTile {
 struct DecodeArguments {
   CUtensorMap k, v;
   Problem problem;
-  int splits, row_tiles;  // row_tiles: of 64 rows, of a key head
+  int splits, row_tiles;  // row_tiles: 64 rows each, per key head
   float* partial;         // [splits, rows, depth], rows: [batches, key heads, queries, group]
   float2* statistics;     // [splits, rows]: maximum, in units of log 2, and sum
 };
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   const uint32_t queries = (SharedAddress(dynamic) + 1023) & ~1023u, ring = queries + Tile::kQueryBytes;
   const auto keys_at = [=](int stage) { return ring + stage * Tile::kKeyBytes; };
   const auto values_at = [=](int stage) { return ring + (kStages + stage) * Tile::kKeyBytes; };
-  // Of keys full, keys empty, values full, values empty.
+  // Barriers: keys full, keys empty, values full, values empty.
   const auto barrier = [=](int which, int stage) {
     return Barrier{ring + 2 * kStages * Tile::kKeyBytes + (which * kStages + stage) * 8};
   };
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   }
   __syncthreads();
   const Problem& p = arguments.problem;
-  const int group = p.group(), rows = p.queries * group;  // of a key head
+  const int group = p.group(), rows = p.queries * group;  // per key head
   int rest = static_cast<int>(blockIdx.x);
   const int split = rest % arguments.splits;
   rest /= arguments.splits;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   }
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = lane % 4 * 2;
   const bool lead = lane == 0;
-  constexpr int kPieces = kDepth / 8;  // of 16 bytes, of a row
+  constexpr int kPieces = kDepth / 8;  // 16 bytes each, per row
   for (int i = threadIdx.x; i < 64 * kPieces; i += kWarpgroup) {
     const int row = i / kPieces, piece = i % kPieces, at = first_row + row;
     uint4 value = {};

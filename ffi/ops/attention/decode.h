@@ -1,4 +1,4 @@
-// Attention of few queries to many keys, compiled apart.
+// Attention from few queries to many keys, compiled separately.
 #ifndef JAXOPS_OPS_ATTENTION_DECODE_H_
 #define JAXOPS_OPS_ATTENTION_DECODE_H_
 
@@ -9,7 +9,7 @@
 
 namespace jaxops::attention {
 
-// The 32-bit words that each part of the keys leaves for the others to be joined with.
+// The 32-bit words that each part of the keys leaves for the join.
 inline int64_t DecodeWords(const Problem& p) { return int64_t{p.batches} * p.queries * p.heads * (p.depth + 2); }
 
 // `partial`: splits x DecodeWords words.

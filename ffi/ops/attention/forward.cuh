@@ -1,14 +1,14 @@
 // Flash attention's forward pass on Hopper (after Dao et al., 2022, and Shah et al., 2024): scores never leave the
 // registers.
 //
-// A block has a warp that loads and two or three warpgroups of 64 queries each. For each block of keys a warpgroup
+// A block has one warp that loads and two or three warpgroups with 64 queries each. For each block of keys a warpgroup
 // computes S = Q K^T from shared memory, the probabilities P = exp(S - maximum so far) in registers, and O += P V with
-// P from registers; sums and O are rescaled as the maximum grows. S of the next block is computed before O of this one,
-// so that exponentials run under a product; and the warpgroups take turns to issue their two products (ping-pong), so
-// that one's exponentials run under the other's products. At depth 64, where a tile is short, this goes on from tile to
-// tile: the first S of a tile is computed before the last O of the tile before, whose result leaves meanwhile.
+// P from registers; sums and O are rescaled as the maximum grows. The next block's S is computed before this block's O,
+// so that exponentials run under a product. The warpgroups take turns to issue their two products (ping-pong), so that
+// one's exponentials run under the other's products. At depth 64, where a tile is short, this continues from tile to
+// tile: a tile's first S is computed before the previous tile's last O, and the previous result leaves meanwhile.
 //
-// Blocks are persistent and take tiles of queries from a counter, those of the most keys first; heads whose keys and
+// Blocks are persistent and take query tiles from a counter, the tiles with the most keys first. Heads whose keys and
 // values fit the L2 cache together are taken together.
 #ifndef JAXOPS_OPS_ATTENTION_FORWARD_CUH_
 #define JAXOPS_OPS_ATTENTION_FORWARD_CUH_
@@ -23,8 +23,8 @@
 
 namespace jaxops::attention {
 
-// kGroups: warpgroups that multiply; kKeys: keys a block of them; kStages: blocks of keys, and of values, in flight;
-// kQueryBuffers: 2 if the next tile's queries are loaded while this one is worked on.
+// kGroups: warpgroups that multiply; kKeys: keys per block; kStages: key blocks, and value blocks, in flight;
+// kQueryBuffers: 2 if the next tile's queries are loaded during this tile.
 template <class T_, int kDepth_, int kGroups_, int kKeys_, int kStages_, int kQueryBuffers_, bool kGeneral_>
 struct ForwardTile {
   using T = T_;
@@ -34,9 +34,9 @@ struct ForwardTile {
   // If shared memory has room, results get their own buffer; otherwise they overwrite the queries.
   static constexpr bool kHasPlace = kQueryBuffers == 2 || (kGeneral && kDepth <= 128);
   static constexpr int kRows = 64 * kGroups, kThreads = kWarpgroup * (kGroups + 1);
-  // Bytes of a warpgroup's queries, and of a block of keys or of values.
+  // Bytes for a warpgroup's queries, and for a block of keys or values.
   static constexpr int kQueryBytes = 64 * kDepth * 2, kKeyBytes = kKeys * kDepth * 2;
-  // Blocks of a bias or mask in flight, if there is room for any.
+  // Bias or mask blocks in flight, if there is room for any.
   static constexpr int kExtraStages = !kGeneral || kDepth > 128 ? 0 : kDepth == 64 ? 2 : 1;
   static constexpr int kExtraBytes = kRows * kKeys * 2;
   static constexpr int kBarriers = 2 * kQueryBuffers * kGroups + 4 * kStages + 4 + 2 * kExtraStages;
@@ -44,7 +44,7 @@ struct ForwardTile {
   static constexpr int kSharedBytes = 1024 + kQueryPlaces * kQueryBytes + 2 * kStages * kKeyBytes +
                                       kExtraStages * kExtraBytes + 8 * kBarriers + 16 + 2 * kGroups * 16;
   static_assert(kSharedBytes <= 232448 && kKeys % 16 == 0);
-  // Registers a thread: 65,536 in all, in steps of 8.
+  // Registers per thread: 65,536 in all, in steps of 8.
   static constexpr int kLoaderRegisters = kGroups == 3 ? 32 : kQueryBuffers == 1 ? 40 : 24;
   static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : kQueryBuffers == 1 ? 232 : 240;
 };
@@ -56,7 +56,7 @@ struct ForwardArguments {
   int together;     // heads whose tiles are taken together
   bool is_skewed;   // the last queries may see more keys than the first
   Fetched fetched;  // as `extra`
-  int* counters;    // of tiles, zero; null: each block takes every gridDim.x-th
+  int* counters;    // tile counters, zero; null: each block takes every gridDim.x-th tile
 };
 
 template <class Tile>
@@ -82,13 +82,13 @@ struct ForwardShared {
   __device__ Barrier KeysEmpty(int stage) const { return At(kRing + Tile::kStages + stage); }
   __device__ Barrier ValuesFull(int stage) const { return At(kRing + 2 * Tile::kStages + stage); }
   __device__ Barrier ValuesEmpty(int stage) const { return At(kRing + 3 * Tile::kStages + stage); }
-  // The numbers of the tiles to come, two deep.
+  // The next tiles' numbers, two deep.
   __device__ Barrier TileKnown(int slot) const { return At(kRing + 4 * Tile::kStages + slot); }
   __device__ Barrier TileRead(int slot) const { return At(kRing + 4 * Tile::kStages + 2 + slot); }
   __device__ Barrier ExtraFull(int stage) const { return At(kRing + 4 * Tile::kStages + 4 + stage); }
   __device__ Barrier ExtraEmpty(int stage) const { return ExtraFull(Tile::kExtraStages + stage); }
   __device__ uint32_t TileNumber(int slot) const { return At(Tile::kBarriers).address + 4 * slot; }
-  // What the warpgroup's queries see of the keys, in blocks, if there is a reach.
+  // The key blocks that the warpgroup's queries see, if there is a reach.
   __device__ uint32_t TileSpan(int slot, int group) const {
     return ((At(Tile::kBarriers).address + 23) & ~15u) + (slot * Tile::kGroups + group) * 16;
   }
@@ -124,11 +124,11 @@ struct ForwardShared {
   }
 };
 
-// Tiles of queries in the order in which they are taken.
+// Query tiles, in the order in which they are taken.
 template <class Tile>
 struct QueryTiles {
   const ForwardArguments& arguments;
-  int rows, total;  // tiles of a head, and of all
+  int rows, total;  // tiles per head, and in all
 
   struct Place {
     int batch, head, row;
@@ -145,7 +145,7 @@ struct QueryTiles {
     const int row = within / heads, head = first + within - row * heads, batch = head / p.heads;
     return {batch, head - batch * p.heads, (arguments.is_skewed ? rows - 1 - row : row) * Tile::kRows};
   }
-  // What the 64 queries from `row` on see of the keys, in blocks.
+  // The key blocks that the 64 queries from `row` on see.
   __device__ Span SeenBy(const Band& band, const Place& at, int row) const {
     const Span span = band.KeyBlocks<Tile::kKeys>(row, 64);
     const Reach& reach = arguments.reach;
@@ -273,7 +273,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
     hopper::Settle(probabilities);
     if (lead) shared.ValuesEmpty(values_stage).Arrive();
   };
-  // Writes the logsumexp of a tile's rows, and finds what their results are multiplied by.
+  // Writes the logsumexp for a tile's rows, and finds the factors for their results.
   const auto conclude = [&](const auto& at, bool is_tile) {
     const int row = at.row + 64 * group + warp * 16 + lane / 4, seeing_queries = p.QueriesOf(at.batch);
 #pragma unroll
@@ -297,8 +297,9 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
       rounded[i] = factor_out == 0 ? 0 : RoundPair<T>(out[2 * i] * factor_out, out[2 * i + 1] * factor_out);
     }
     const uint32_t place = shared.Results(group);
-    if (Tile::kHasPlace && elected) hopper::WaitStoresRead<0>();  // of the tile before
-    // That has happened; or, if the results take the queries' place, all four warps' products have read those.
+    if (Tile::kHasPlace && elected) hopper::WaitStoresRead<0>();  // the previous tile's
+    // The stores have read the buffer; or, if results replace the queries, all four warps' products have read the
+    // queries.
     hopper::NamedSync(kGroupSync + group, kWarpgroup);
     StoreRounded(place, kChunk<64>, 0, rounded);
     hopper::FenceSharedForCopies();
@@ -312,7 +313,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
       }
     }
   };
-  if constexpr (kJoined) {  // of the first tile, before which there is none
+  if constexpr (kJoined) {  // for the first tile, which follows no other
     state.Clear();
 #pragma unroll
     for (int i = 0; i < kKeys / 4; ++i) probabilities[i] = 0;
@@ -348,7 +349,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
       hopper::Settle(scores);
       if (lead) shared.KeysEmpty(stage).Arrive();
     };
-    const auto clear_values = [&](int block) {  // 0 times what lies beyond the keys must be 0
+    const auto clear_values = [&](int block) {  // 0 times any value beyond the keys must be 0
       if (!band.padded_keys || (block + 1) * kKeys <= band.keys) return;
       shared.ValuesFull(stage).Wait(parity);
       ClearRows<kKeys, kDepth>(shared.Values(stage), band.keys - block * kKeys);
@@ -377,8 +378,8 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
       }
     };
     if constexpr (Tile::kGeneral) {
-      // What becomes of scores takes long; the other warpgroup's products run meanwhile. Ahead of steps in turns with
-      // masks that have gaps (1107 us, not 1317, for 4 x 4096 tokens of 16 heads of depth 64), and as fast with a bias.
+      // The work on scores takes long; the other warpgroup's products run meanwhile. Faster than steps in turns if
+      // masks have gaps (1107 us against 1317 for 4 x 4096 tokens, 16 heads, depth 64), and as fast with a bias.
 #pragma unroll
       for (int i = 0; i < kDepth / 2; ++i) out[i] = 0;
       state.Clear();
@@ -417,7 +418,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
         hopper::NamedSync(kTurn + group, 2 * kWarpgroup);
         issue_scores();
         if (previous >= 0) shared.ValuesFull(values_stage).Wait(values_parity);
-        issue_out();  // of no tile: of whatever lies there
+        issue_out();  // for no tile: whatever lies there is multiplied
         hopper::NamedArrive(kTurn + (group + 1) % Tile::kGroups, 2 * kWarpgroup);
         const auto before = tiles.At(max(previous, 0));
         conclude(before, previous >= 0);

@@ -1,4 +1,4 @@
-// What both directions' launches share.
+// Launch code that both directions share.
 #ifndef JAXOPS_OPS_ATTENTION_LAUNCH_CUH_
 #define JAXOPS_OPS_ATTENTION_LAUNCH_CUH_
 
@@ -24,7 +24,7 @@ Error VisitType(const char* handler, DataType type, const Visit& visit) {
       [=]<class T> { return type == kDataType<T>; }, visit);
 }
 
-// Views in boxes of `box_rows` rows: of q or dq, of k, v, dk or dv, and of out or dout.
+// Views in boxes with `box_rows` rows: one for q or dq, one for k, v, dk or dv, and one for out or dout.
 template <class T>
 cudaError_t DescribeHeads(const Problem& p, const void* data, int rows, int heads, int64_t head_stride, int box_rows,
                           CUtensorMap* map) {
@@ -44,7 +44,8 @@ cudaError_t DescribeResults(const Problem& p, const void* data, int box_rows, CU
   return DescribeHeads<T>(p, data, p.queries, p.heads, p.depth, box_rows, map);
 }
 
-// What of the bias and the mask the copy engine can bring, in boxes of box_rows rows; describes it then.
+// The parts of the bias and the mask that the copy engine can bring, in boxes with box_rows rows; describes their
+// tensors if it can.
 template <class T>
 Fetched DescribeScores(const Problem& p, int box_rows, CUtensorMap* map) {
   const bool is_bias = p.bias.data, is_mask = !is_bias && p.mask.data;
@@ -62,8 +63,8 @@ Fetched DescribeScores(const Problem& p, int box_rows, CUtensorMap* map) {
   return status != cudaSuccess ? Fetched::kNothing : is_bias ? Fetched::kBias : Fetched::kMask;
 }
 
-// How many of `heads` heads to take together if `bytes` are read of each and `budget` fit the L2 cache: groups of about
-// equal size, as one head left over would be a long tail.
+// How many of `heads` heads to take together if each reads `bytes` and `budget` fits the L2 cache: groups of about
+// equal size, because a single leftover head would be a long tail.
 inline int HeadsTogether(int64_t heads, double bytes, double budget, int64_t least, int64_t most) {
   const int64_t fitting = static_cast<int64_t>(budget / bytes);
   const int64_t count = std::min(heads, std::max(least, std::min(most, fitting)));
@@ -71,7 +72,7 @@ inline int HeadsTogether(int64_t heads, double bytes, double budget, int64_t lea
   return static_cast<int>((heads + groups - 1) / groups);
 }
 
-// Of the current device; 0 if that is not known.
+// The current device's; 0 if not known.
 inline int Multiprocessors() {
   static PerDevice count;
   return count.Get([] {
@@ -89,7 +90,7 @@ inline Error CheckWorkspace(const char* handler, const AnyBuffer& workspace, int
                               " int32 elements aligned to 16 bytes, got " + Describe(workspace.dimensions()));
 }
 
-// Everything of a forward call; workspace: its size is the caller's to check.
+// Reads a whole forward call; workspace: the caller checks its size.
 inline Error ParseForward(const char* handler, const AnyBuffer& q, const AnyBuffer& k, const AnyBuffer& v,
                           const ffi::RemainingArgs& rest, const AnyBuffer& out, const AnyBuffer& lse,
                           const AnyBuffer& workspace, const Options& options, Problem* problem) {

@@ -1,5 +1,5 @@
-// Which queries see which keys: by element, and by blocks, so that blocks that nothing sees are never loaded and blocks
-// that are seen whole are never masked.
+// Which queries see which keys: by element, and by blocks. Blocks that nothing sees are never loaded, and fully visible
+// blocks are never masked.
 #ifndef JAXOPS_OPS_ATTENTION_MASKS_CUH_
 #define JAXOPS_OPS_ATTENTION_MASKS_CUH_
 
@@ -12,24 +12,24 @@ namespace jaxops::attention {
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Something of each of the two rows of a fragment that a thread has.
+// A value for each of the two rows that a thread has in a fragment.
 struct Rows {
   int of[2];
   __device__ int operator[](int h) const { return of[h]; }
 };
 
-// Positions or blocks [first, last). Those in [whole_first, whole_last) are seen whole, the others need masks.
+// Positions or blocks [first, last). [whole_first, whole_last) is fully visible; the rest needs masks.
 struct Span {
   int first, last, whole_first, whole_last;
 
   __device__ bool empty() const { return last <= first; }
-  // Of positions: the blocks of them.
+  // The blocks that hold a span of positions.
   template <int kPositions>
   __device__ Span Blocks() const {
     return {first / kPositions, (last + kPositions - 1) / kPositions, (whole_first + kPositions - 1) / kPositions,
             whole_last / kPositions};
   }
-  // What both see.
+  // The common part of two spans.
   __device__ Span And(const Span& other) const {
     return {max(first, other.first), min(last, other.last), max(whole_first, other.whole_first),
             min(whole_last, other.whole_last)};
@@ -42,25 +42,25 @@ struct Span {
   }
 };
 
-// What segments or a mask leave to be seen, as the kernels of reach.cuh find it: nothing of it lies outside of these
-// ranges. Lines: a batch, or a batch and head.
+// The ranges that segments or a mask leave visible, as the kernels in reach.cuh find them: nothing outside them is
+// visible. A line is a batch, or a batch and head.
 struct Reach {
   int2 *of_queries,
-      *of_keys;  // [lines, queries or keys]: the first and the last position that each sees; null: no reach
-  Span *query_spans, *key_spans;  // [lines, blocks of 64]: of positions
-  // [lines, blocks of the backward pass]: blocks that have something in common, the same from both sides. Both ends
-  // ascend with the blocks.
+      *of_keys;  // [lines, queries or keys]: the first and last position that each sees; null: no reach
+  Span *query_spans, *key_spans;  // [lines, blocks of 64 positions]
+  // [lines, blocks in the backward pass]: blocks that see each other, the same from both sides. Both ends ascend with
+  // the blocks.
   int2 *query_blocks, *key_blocks;
   int* gaps;  // [1]: whether something within a range is not seen
   int batch_lines, head_lines;
-  bool decides;  // of two kernels that are launched, one returns at once, as `gaps` says
+  bool decides;  // two kernels are launched, and one returns at once, as `gaps` says
 
   __device__ int64_t Line(int batch, int head) const { return int64_t{batch} * batch_lines + head * head_lines; }
   // Whether a kernel for general scores, or the other one, is the one that runs.
   __device__ bool IsFor(bool general_kernel) const { return !decides || (*gaps != 0) == general_kernel; }
 };
 
-// What has to be compared within the ranges: where there is a reach, only if it has gaps.
+// Which masks must be compared inside the ranges: if there is a reach, only when it has gaps.
 struct Compared {
   bool mask, segments;
 
@@ -71,14 +71,14 @@ struct Compared {
   }
 };
 
-// The keys that each of a thread's two queries sees: first to last.
+// The keys that each query of a thread's two sees: first to last.
 struct KeyRange {
   int first[2], last[2];
   bool bounds_left;
 };
 
-// The band of one batch: query i < queries sees the keys j < keys with i - left <= j <= i + right. Queries and keys
-// beyond those may hold anything if they are not beyond the tensor, where the copy engine reads zeros.
+// One batch's band: query i < queries sees the keys j < keys with i - left <= j <= i + right. Queries and keys past
+// these counts may hold anything inside the tensor; past the tensor the copy engine reads zeros.
 struct Band {
   int queries, keys, left, right;
   bool padded_queries, padded_keys;
@@ -103,7 +103,7 @@ struct Band {
     if (right < kLongest) right += offset;
   }
 
-  // The blocks of kKeys keys for queries first, ..., first + count - 1. Rows from `queries` on count for none.
+  // The blocks of kKeys keys for queries first, ..., first + count - 1. Rows from `queries` on do not count.
   template <int kKeys>
   __device__ Span KeyBlocks(int first, int count) const {
     if (first >= queries) return {0, 0, 0, 0};
@@ -112,12 +112,12 @@ struct Band {
             (max(end - 1 - left, 0) + kKeys - 1) / kKeys, max(min(keys, first + right + 1), 0) / kKeys};
   }
   // The blocks of kQueries queries for keys first, ..., first + count - 1: a pair of blocks is in this span exactly if
-  // it is in the other one. Queries beyond the tensor need no mask, as their probabilities are 0.
+  // it is in the other one. Queries beyond the tensor need no mask: their probabilities are 0.
   template <int kQueries>
   __device__ Span QueryBlocks(int first, int count) const {
     const int end = first + count, blocks = (queries + kQueries - 1) / kQueries;
     if (first >= keys || first - right >= queries) return {0, 0, 0, 0};
-    const int seen_to = first + left + 1;  // by all of the keys
+    const int seen_to = first + left + 1;  // by all the keys
     return {max(first - right, 0) / kQueries, min(blocks, (max(end + left, 0) + kQueries - 1) / kQueries),
             end > keys ? blocks : (max(end - 1 - right, 0) + kQueries - 1) / kQueries,
             seen_to < queries ? max(seen_to, 0) / kQueries
@@ -141,7 +141,7 @@ struct Band {
     }
     return range;
   }
-  // Masks the scores of this thread's two queries and kKeys keys, of which `key` is its first.
+  // Masks the scores for this thread's two queries and kKeys keys that begin at `key`.
   template <int kKeys>
   static __device__ __forceinline__ void MaskKeys(float (&scores)[kKeys / 2], const KeyRange& range, int key) {
 #pragma unroll
@@ -167,7 +167,7 @@ struct Band {
   // The first and the last query that see `key`, counted from `query`.
   __device__ int FirstSeeing(int key, int query) const { return key < keys ? key - right - query : kLongest; }
   __device__ int LastSeeing(int key, int query) const { return key + left - query; }
-  // The same, narrowed by the reach; line: the line of the reach.
+  // The same, narrowed by the reach's line `line`.
   __device__ void RangeSeeing(int key, int query, const Problem& p, const Reach& reach, int64_t line, int* first,
                               int* last) const {
     *first = FirstSeeing(key, query);

@@ -1,4 +1,4 @@
-// Attention, checked and reduced to what its kernels need:
+// Attention, checked and reduced to the values that its kernels need:
 //   out = softmax(masked(cap(scale q k^T) + bias)) v, cap(x) = soft_cap tanh(x / soft_cap), for each batch and head.
 #ifndef JAXOPS_OPS_ATTENTION_PROBLEM_H_
 #define JAXOPS_OPS_ATTENTION_PROBLEM_H_
@@ -15,11 +15,11 @@
 
 namespace jaxops::attention {
 
-// The longest queries and keys, and a distance that bounds nothing: sums of a few of these fit an int.
+// The longest queries and keys, and a distance that bounds nothing; a sum of several fits an int.
 inline constexpr int kLongest = 1 << 29;
 inline constexpr int kDeepest = 256;
 
-// An operand [batches or 1, heads or 1, queries or 1, keys] of a call; stride 0 where it broadcasts.
+// An operand [batches or 1, heads or 1, queries or 1, keys]; stride 0 if it broadcasts.
 struct Broadcast {
   const void* data = nullptr;  // null: absent
   int64_t batch_stride = 0, head_stride = 0, query_stride = 0;
@@ -35,29 +35,28 @@ struct Problem {
   bool joint;             // q, k and v are one tensor [batches, queries, heads, 3, depth], and so are their gradients
   void* out;              // [batches, queries, heads, depth]
   float* lse;             // [batches, heads, queries]: log of the sum of a row's exponentials; -inf if it sees nothing
-  float scale, soft_cap;  // soft_cap: 0 if there is none
+  float scale, soft_cap;  // soft_cap: 0 without one
   int left, right;        // query i sees the keys j with i - left <= j <= i + right
-  Broadcast bias, mask;   // mask: 1-byte booleans, true where the key is seen
-  bool wide_bias;         // of f32; else of q's dtype
-  // [batches]: positions from there on neither see nor are seen; [batches, queries or keys]: seen where equal.
+  Broadcast bias, mask;   // mask: 1-byte booleans, true if the key is seen
+  bool wide_bias;         // the bias is f32; else it has q's dtype
+  // [batches]: from this position on, none sees or is seen; [batches, queries or keys]: equal ones see each other.
   const int32_t *query_lengths, *key_lengths, *query_segments, *key_segments;
-  const int32_t* query_offset;  // [1]: added to the positions of the queries; null: 0
+  const int32_t* query_offset;  // [1]: added to the queries' positions; null: 0
   const float* sinks;           // [heads], or [batches, heads] with a stride: one more logit each row
   int sinks_stride;
 
   JAXOPS_HOST_DEVICE int group() const { return heads / key_heads; }
-  // Elements from a head of q, k or v to the next one.
+  // Elements from one head to the next in q, k or v.
   JAXOPS_HOST_DEVICE int head_stride() const { return joint ? 3 * depth : depth; }
-  // Where the part `index` of a tensor of a joint q, k and v begins; else the tensor itself.
+  // Where part `index` begins if q, k and v are one tensor; else the tensor itself.
   template <class Pointer>
   Pointer PartOf(Pointer data, int index) const {
     using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
     return joint ? static_cast<Byte*>(data) + 2 * index * depth : data;
   }
-  // Whether scores need more than `scale`, and masks more than ranges of positions.
+  // Whether scores need more than `scale`, and masks more than position ranges.
   bool is_general() const { return soft_cap != 0 || bias.data || !(scale > 0) || (mask.data && !mask_has_reach()); }
-  // Whether ranges of keys and queries are found from the mask: not beside segments, and not of single heads that share
-  // a key head.
+  // Whether the mask gives ranges of keys and queries: not beside segments, nor if single heads share a key head.
   bool mask_has_reach() const { return mask.data && !query_segments && (!mask.head_stride || group() == 1); }
   JAXOPS_HOST_DEVICE int QueriesOf(int batch) const { return LengthOf(query_lengths, batch, queries); }
   JAXOPS_HOST_DEVICE int KeysOf(int batch) const { return LengthOf(key_lengths, batch, keys); }
@@ -70,11 +69,11 @@ struct Problem {
   }
 };
 
-// The attributes of a call, as they come.
+// A call's attributes, as they come.
 struct Options {
   float scale;
   bool causal;
-  int64_t causal_offset, window_left, window_right;  // windows: -1 if there is none
+  int64_t causal_offset, window_left, window_right;  // windows: -1 for none
   float soft_cap;
   bool has_bias, has_mask, has_query_lengths, has_key_value_lengths, has_segments, has_sinks, has_query_offset;
 };

@@ -15,7 +15,7 @@
 namespace jaxops::attention {
 
 inline constexpr int kReachThreads = 1024;
-inline constexpr int kMostRuns = 4096;  // of equal segments, of a batch; more count as gaps
+inline constexpr int kMostRuns = 4096;  // runs of equal segments in a batch; more count as gaps
 
 inline __device__ int2 NothingSeen() { return {kLongest, -1}; }
 
@@ -25,16 +25,16 @@ __device__ inline int2 Hull(int2 range) { return {__reduce_min_sync(~0u, range.x
 // Runs of equal segments, in shared memory.
 struct Runs {
   int32_t *segments, *starts;
-  int32_t* partners;  // the other side's run of the same segment; -1: none
-  int count, length;  // length: of all positions
+  int32_t* partners;  // the other side's run with the same segment; -1: none
+  int count, length;  // length: all positions
   bool ascending;
 
-  // By all threads of a block; count: as many as there are.
+  // By all threads of a block; count: how many runs there are.
   __device__ void Find(const int32_t* given, int positions) {
     constexpr int kEach = 4, kWarps = kReachThreads / 32;
     __shared__ int of_warps[kWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto scan = [&](int value) {  // the sum of the lanes' up to this one
+    const auto scan = [&](int value) {  // the sum over the lanes up to this one
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int before = __shfl_up_sync(~0u, value, step);
@@ -98,12 +98,12 @@ struct Runs {
       partners[run] = partner;
     }
   }
-  // What each position sees of the other side.
+  // The range that each position sees on the other side.
   __device__ void WriteRanges(const Runs& others, bool exact, int2* ranges) const {
     for (int at = threadIdx.x; at < length; at += kReachThreads) {
       int2 range = {0, others.length - 1};
       if (exact) {
-        int first = 0, last = count - 1;  // the run that it is in
+        int first = 0, last = count - 1;  // the run that holds it
         while (first < last) {
           const int middle = (first + last + 1) / 2;
           if (starts[middle] <= at) {
@@ -145,7 +145,7 @@ static __global__ void __launch_bounds__(kReachThreads)
 
 inline constexpr int kMaskThreads = 256;
 
-// What a mask lets each query see: a warp a row of the mask.
+// The range that a mask lets each query see: one warp per mask row.
 static __global__ void __launch_bounds__(kMaskThreads)
     FindReachOfMaskRows(const __grid_constant__ Problem p, const __grid_constant__ Reach reach, int64_t rows) {
   const int64_t row = int64_t{blockIdx.x} * (kMaskThreads / 32) + threadIdx.x / 32;
@@ -154,7 +154,7 @@ static __global__ void __launch_bounds__(kMaskThreads)
   const uint8_t* const from = static_cast<const uint8_t*>(p.mask.data) + row * p.keys;
   int2 range = NothingSeen();
   int count = 0;
-  const auto see = [&](int first, uint32_t four) {  // four keys, the lowest bit of each byte
+  const auto see = [&](int first, uint32_t four) {  // four keys, the lowest bit in each byte
     if (!four) return;
     range.x = min(range.x, first + (__ffs(four) - 1) / 8);
     range.y = max(range.y, first + (31 - __clz(four)) / 8);
@@ -181,9 +181,9 @@ static __global__ void __launch_bounds__(kMaskThreads)
   }
 }
 
-inline constexpr int kColumns = 128;  // of a block of the next kernel; a thread has four
+inline constexpr int kColumns = 128;  // in a block of the next kernel; a thread has four
 
-// Which queries each key is seen by.
+// Which queries see each key.
 static __global__ void __launch_bounds__(kReachThreads)
     FindReachOfMaskColumns(const __grid_constant__ Problem p, const __grid_constant__ Reach reach) {
   constexpr int kParts = kReachThreads / 32;
@@ -193,7 +193,7 @@ static __global__ void __launch_bounds__(kReachThreads)
   const int rows = p.mask.query_stride ? p.queries : 1;
   const uint8_t* const from = static_cast<const uint8_t*>(p.mask.data) + line * rows * p.keys;
   const bool whole_words = p.keys % 4 == 0 && reinterpret_cast<uintptr_t>(p.mask.data) % 4 == 0;
-  // Each warp has rows that follow each other; only where a column's bit changes is there anything to do.
+  // Each warp has consecutive rows; work is needed only when a column's bit changes.
   int first[4], last[4], count[4], begin[4] = {};
   for (int i = 0; i < 4; ++i) first[i] = kLongest, last[i] = -1, count[i] = 0;
   const int share = (rows + kParts - 1) / kParts, first_row = threadIdx.x / 32 * share;
@@ -239,7 +239,7 @@ static __global__ void __launch_bounds__(kReachThreads)
   reach.of_keys[line * p.keys + own] = range;
 }
 
-// What 64 positions see, from what each sees; whole: what all of them see.
+// The range that 64 positions see, from the range that each sees; whole: the range that they all see.
 __device__ inline Span SpanOf(const int2* ranges, int first, int length, bool gaps) {
   int2 seen = NothingSeen(), whole = {0, kLongest};
 #pragma unroll
@@ -256,7 +256,8 @@ __device__ inline Span SpanOf(const int2* ranges, int first, int length, bool ga
   return {seen.x, seen.y + 1, whole.x, whole.y + 1};
 }
 
-// Ranges of blocks: a block a line. key_block, query_block: positions of the backward pass's; 0: they are not wanted.
+// Block ranges: one block per line. key_block, query_block: positions in the backward pass's blocks; 0: these ranges
+// are not wanted.
 static __global__ void __launch_bounds__(kReachThreads)
     FindReachOfBlocks(const __grid_constant__ Problem p, const __grid_constant__ Reach reach, int key_block,
                       int query_block) {
@@ -275,7 +276,7 @@ static __global__ void __launch_bounds__(kReachThreads)
     if (lane == 0) reach.key_spans[line * keys64 + block] = span;
   }
   if (key_block == 0) return;
-  // The relation of blocks: the ends of ranges, made to ascend. Each thread has some blocks that follow each other.
+  // Which blocks see each other: the ends of ranges, made to ascend. Each thread has several consecutive blocks.
   __shared__ int firsts[kReachThreads], lasts[kReachThreads];
   __syncthreads();
   const int each = query_block / 64, blocks = (p.queries + query_block - 1) / query_block;
@@ -345,8 +346,8 @@ inline int ReachLines(const Problem& p) {
   return (p.mask.batch_stride ? p.batches : 1) * (p.mask.head_stride ? p.heads : 1);
 }
 
-// Takes its parts of a workspace: take(words) -> where they are. The backward pass's blocks are of query_block and
-// key_block positions; 0: the forward pass, 64: without the relation of blocks.
+// Takes its parts from a workspace: take(words) -> their address. The backward pass's blocks have query_block and
+// key_block positions; 0: the forward pass, 64: without the blocks that see each other.
 template <class Take>
 Reach TakeReach(const Problem& p, const Take& take, int* gaps, int query_block, int key_block) {
   Reach reach = {};

@@ -1,4 +1,4 @@
-// What becomes of a product q k^T on its way to a probability, and of a row's sum to its results.
+// How a product q k^T becomes a probability, and how a row's sum becomes its results.
 #ifndef JAXOPS_OPS_ATTENTION_SCORES_CUH_
 #define JAXOPS_OPS_ATTENTION_SCORES_CUH_
 
@@ -10,9 +10,9 @@
 
 namespace jaxops::attention {
 
-// A row's results from the maximum of its scores, in units of log 2, the sum of exp2(score - maximum), and its sink.
+// A row's results from its maximum score, in units of log 2, its sum of exp2(score - maximum), and its sink.
 struct RowResult {
-  float inverse, lse;  // what the sum of products is multiplied by: 0 if the row sees nothing
+  float inverse, lse;  // inverse: the factor for the summed products; 0 if the row sees nothing
 
   __device__ RowResult(float maximum, float sum, float sink) {
     const float most = fmaxf(maximum, sink), offset = most == -kInfinity ? 0 : most;
@@ -22,15 +22,15 @@ struct RowResult {
   }
 };
 
-// The online softmax of a warpgroup's rows, of which each thread has a part of two.
+// The online softmax for a warpgroup's rows; each thread has parts of two rows.
 struct RowState {
-  float maximum[2], sum[2], rescale[2];  // sum: of this thread's columns
+  float maximum[2], sum[2], rescale[2];  // sum: over this thread's columns
 
   __device__ void Clear() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) maximum[h] = -kInfinity, sum[h] = 0;
   }
-  // Turns scores into exp2(scores factor - maximum). kFirst: of the tile's first block.
+  // Turns scores into exp2(scores factor - maximum). kFirst: the tile's first block.
   template <bool kFirst, int kCount>
   __device__ __forceinline__ void Update(float (&scores)[kCount], float factor) {
     constexpr int kPairs = kCount / 4;
@@ -59,14 +59,14 @@ struct RowState {
       sum[h] = kFirst ? even_sum + odd_sum : sum[h] * rescale[h] + even_sum + odd_sum;
     }
   }
-  // What is subtracted; 0 in a row that has seen nothing yet, so that its exponentials are 0, not NaN.
+  // The subtrahend; 0 in a row that has seen nothing yet, so that its exponentials are 0, not NaN.
   static __device__ float Offset(float maximum, float factor) { return maximum == -kInfinity ? 0 : maximum * factor; }
 };
 
 // tanh(x) to 2^-21 absolutely.
 __device__ __forceinline__ float Tanh(float x) { return 1 - __fdividef(2, 1 + Exp2(x * (2 * kLog2E))); }
 
-// Where in shared memory the part of a bias or a mask is that goes with scores; 0: it is read from where it lies.
+// Where shared memory holds the part of a bias or a mask that belongs to the scores; 0: it is read from global memory.
 struct ExtraTile {
   uint32_t bias, mask;
 
@@ -74,8 +74,8 @@ struct ExtraTile {
       : bias(fetched == Fetched::kBias ? address : 0), mask(fetched == Fetched::kMask ? address : 0) {}
 };
 
-// The slower way, of calls with a soft cap, a bias, a mask or segments: 64 rows by kKeys keys, of which this thread has
-// two rows. Scores come out in units of log 2.
+// The slower path, for a soft cap, a bias, a mask or segments: 64 rows by kKeys keys; this thread has two rows. Scores
+// come out in units of log 2.
 template <class T, int kKeys>
 struct GeneralScores {
   const Problem& p;
@@ -88,7 +88,7 @@ struct GeneralScores {
                            const Compared& compared)
       : p(p), range(range), batch(batch), heads(heads), queries(queries), compared(compared) {}
 
-  // key: this thread's first. masked: some of the keys are not seen by range or segments. extra: of 64 rows.
+  // key: this thread's first. masked: the range or segments hide some keys. extra: for the 64 rows.
   __device__ __forceinline__ void Finish(float (&scores)[kKeys / 2], int key, bool masked,
                                          const ExtraTile& extra = {Fetched::kNothing, 0}) const {
     if (p.soft_cap != 0) {
@@ -154,8 +154,8 @@ struct GeneralScores {
     }
   }
 
-  // Turns the gradients of probabilities into those of scores before the soft cap, or into those of the bias. lse, in
-  // units of log 2, and delta: of this thread's rows.
+  // Turns the probabilities' gradients into gradients for the scores before the soft cap, or for the bias. lse, in
+  // units of log 2, and delta: for this thread's rows.
   __device__ __forceinline__ void Differentiate(float (&scores)[kKeys / 2], float (&dscores)[kKeys / 2],
                                                 const float (&lse)[2], const float (&delta)[2], int key,
                                                 bool masked) const {
@@ -176,14 +176,14 @@ struct GeneralScores {
     Finish(scores, key, masked);
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
-      // What is not seen is 0, whatever the values are.
+      // Hidden elements are 0, whatever the values are.
       const float of_row = lse[i / 2 % 2], probability = of_row == kInfinity ? 0 : Exp2(scores[i] - of_row);
       dscores[i] = probability == 0 ? 0 : probability * (dscores[i] - delta[i / 2 % 2]);
     }
   }
 
  private:
-  // Calls use(score, element of `from`) for each score; rows of an even number of elements are read in pairs.
+  // Calls use(score, element of `from`) for each score; rows with an even number of elements are read in pairs.
   template <class U, class Use>
   __device__ __forceinline__ void Visit(const Broadcast& from, float (&scores)[kKeys / 2], int key,
                                         const Use& use) const {
@@ -210,7 +210,7 @@ struct GeneralScores {
   }
 };
 
-// The same for the backward pass, transposed: 64 keys by kQueries queries; this thread has the keys `key` and key + 8.
+// As above, for the backward pass, transposed: 64 keys by kQueries queries; this thread has the keys `key` and key + 8.
 template <class T, int kQueries>
 struct GeneralGradients {
   const Problem& p;
@@ -221,8 +221,8 @@ struct GeneralGradients {
   __device__ GeneralGradients(const Problem& p, const Reach& reach, const Band& band, int batch, int head, int key)
       : p(p), reach(reach), band(band), batch(batch), head(head), key(key) {}
 
-  // Turns scores into probabilities and their gradients into gradients of scores, and rounds both. query: this thread's
-  // first; lse, delta: where the queries' are; masked, extra: as in GeneralScores, of all queries.
+  // Turns scores into probabilities and their gradients into gradients for the scores, and rounds both. query: this
+  // thread's first; lse, delta: the queries' addresses; masked, extra: as in GeneralScores, for all queries.
   __device__ __forceinline__ void Finish(float (&scores)[kQueries / 2], float (&dscores)[kQueries / 2],
                                          uint32_t (&rounded)[kQueries / 4], uint32_t (&drounded)[kQueries / 4],
                                          int query, uint32_t lse, uint32_t delta, bool masked,
@@ -247,7 +247,7 @@ struct GeneralGradients {
       }
     }
   }
-  // The rounded probabilities; in place of the scores their products with the derivative of the soft cap.
+  // The rounded probabilities; their products with the soft cap's derivative replace the scores.
   __device__ __forceinline__ void Probabilities(float (&scores)[kQueries / 2], uint32_t (&rounded)[kQueries / 4],
                                                 int query, uint32_t lse, bool masked) const {
     const Masks masks = MasksOf(query, masked);
@@ -270,13 +270,13 @@ struct GeneralGradients {
   }
 
  private:
-  // Scores are worked on by this many at a time, pass by pass: loads between branches would wait for each other, and
-  // those for all of the scores find no registers.
+  // Scores go in groups of this size, pass by pass: loads between branches would wait for each other, and loads for all
+  // scores at once would not find registers.
   static constexpr int kPart = 16, kParts = kQueries / 2 / kPart;
 
   struct Masks {
     bool ranges, mask, segments;
-    int first[2], last[2], own_segments[2];  // of this thread's keys
+    int first[2], last[2], own_segments[2];  // for this thread's keys
   };
   __device__ __forceinline__ Masks MasksOf(int query, bool masked) const {
     const Compared compared(p, reach);
@@ -292,10 +292,10 @@ struct GeneralGradients {
     }
     return masks;
   }
-  // A part's score i is of the thread's query QueryOf(part, i).
+  // A part's score i belongs to the thread's query QueryOf(part, i).
   static __device__ __forceinline__ int QueryOf(int part, int i) { return part * (kPart * 2) + i / 4 * 8 + i % 2; }
   static __device__ __forceinline__ uint32_t At(uint32_t row, int part, int i) { return row + QueryOf(part, i) * 4; }
-  // Of the soft cap.
+  // The soft cap's part.
   __device__ __forceinline__ float Derivative(float score) const {
     const float bounded = Tanh(score * (p.scale / p.soft_cap));
     return 1 - bounded * bounded;
@@ -313,7 +313,8 @@ struct GeneralGradients {
     }
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     if (extra.bias) {
-      // Of 8 queries by 8 keys: of two times 8 queries those of `key` and of key + 8. The chunk is this warpgroup's.
+      // 8 queries by 8 keys: from two times 8 queries, the pairs with `key` and with key + 8. The chunk is this
+      // warpgroup's.
       const int eight = 2 * warp + lane / 8 % 2;
       const uint32_t line = extra.bias + (lane / 16 * 8 + lane % 8) * hopper::kBoxRowBytes + (eight ^ (lane % 8)) * 16;
 #pragma unroll
@@ -338,7 +339,7 @@ struct GeneralGradients {
       const uint32_t line = extra.mask + lane / 4;
 #pragma unroll
       for (int i = 0; i < kPart; ++i) {
-        const int row = QueryOf(part, i) + lane % 4 * 2;  // of 16 keys the warp's are one piece
+        const int row = QueryOf(part, i) + lane % 4 * 2;  // the warp's 16 keys are one piece
         const int piece = (threadIdx.x / kWarpgroup - 1) * 4 + warp;
         const uint8_t seen =
             LoadShared<uint8_t>(line + row * hopper::kBoxRowBytes + (piece ^ (row % 8)) * 16 + i / 2 % 2 * 8);
@@ -364,7 +365,7 @@ struct GeneralGradients {
 #pragma unroll
     for (int i = 0; i < kPart; ++i) scores[i] = Exp2(scores[i] - LoadShared<float>(At(lse, part, i)));
   }
-  // Calls use(score, element of `from`) for each score of a part.
+  // Calls use(score, element of `from`) for each score in a part.
   template <class U, class Use>
   __device__ __forceinline__ void Visit(const Broadcast& from, float* scores, int part, int query,
                                         const Use& use) const {

@@ -1,6 +1,6 @@
-// The cross entropy's kernels: one for rows of adjacent elements, read in packs, and one for rows of any layout. A row
-// is read once by the forward pass, with a running maximum and sum in each thread; the backward pass maps elements; the
-// pass that does both holds the row in the registers of a few lanes, a block or a cluster in between.
+// The cross entropy's kernels: one for rows of adjacent elements, read in packs, and one for rows in any layout. The
+// forward pass reads a row once, with a running maximum and sum in each thread. The backward pass maps elements. The
+// pass that does both holds the row in registers in between: in a few lanes, a block or a cluster.
 #include <bit>
 #include <limits>
 
@@ -14,11 +14,11 @@ namespace {
 
 using Pass = CrossEntropyPass;
 
-// A row is shared by `lanes` threads of each of `parts` blocks (a cluster, if they have to join anything); a block of
-// more threads has several rows, and then there is one part.
+// `lanes` threads in each of `parts` blocks share a row. The blocks are a cluster if they must join anything. A block
+// with more threads has several rows, and then there is one part.
 constexpr int kUsualBits = 8, kMostBits = 9, kUsualThreads = 1 << kUsualBits, kMostThreads = 1 << kMostBits;
 constexpr int kMostParts = 16;
-// The packs that a thread of the pass that does both holds, and those that one of the others has in flight.
+// The packs that a thread holds in the pass that does both, and the packs that it has in flight in the other passes.
 constexpr int kHeld = 8, kInFlight = 4;
 
 struct PackedArguments {
@@ -30,7 +30,7 @@ struct PackedArguments {
   int64_t where_step;                    // from column to column
   float *origin, *total, *picked, *sum;  // picked, sum: or null
   const float *dtotal, *dpicked, *dsum;  // dpicked, dsum: or null; in a backward pass with `total` the first is dlog
-  float cap, reciprocal, z_loss;         // cap: 0 if there is none; reciprocal: 1 / cap
+  float cap, reciprocal, z_loss;         // cap: 0 without one; reciprocal: 1 / cap
   int64_t rows;
   int columns;
   int lane_bits, parts;  // lanes are a power of two; a block of fewer threads has a row, or a part of one
@@ -96,7 +96,7 @@ struct Summary {
   }
 };
 
-// What a row's gradient is made of: dz = (an exponential at `level`) total + sum, and `picked` at the label.
+// The terms in a row's gradient: dz = (an exponential at `level`) total + sum, and `picked` at the label.
 template <class A>
 struct Cotangents {
   Level<A> level;
@@ -105,7 +105,7 @@ struct Cotangents {
   __device__ bool zero() const { return total == 0 && picked == 0 && sum == 0; }
 };
 
-// dlog (1 + 2 z_loss logsumexp) / total, or dlog itself if it is dtotal already (total: null); of exponentials at a
+// dlog (1 + 2 z_loss logsumexp) / total, or dlog itself if it is dtotal already (total: null); for exponentials at a
 // level.
 template <class A>
 __device__ A TotalCotangent(A dlog, A origin, const A* total, A z_loss) {
@@ -114,8 +114,8 @@ __device__ A TotalCotangent(A dlog, A origin, const A* total, A z_loss) {
   return dlog * Level<A>(origin).Correction(origin);
 }
 
-// cap tanh(x / cap). For 16-bit logits tanh(u) = 1 - 2 / (1 + exp(2u)), whose error of 2^-23 of the cap is below
-// theirs.
+// cap tanh(x / cap). For 16-bit logits tanh(u) = 1 - 2 / (1 + exp(2u)), which is off by 2^-23 of the cap: less than
+// their rounding.
 template <class T, class A>
 __device__ A Logit(A x, A cap, A reciprocal) {
   if (cap == 0) return x;
@@ -140,19 +140,19 @@ __device__ inline float LoadFromBlock(const float* shared, uint32_t rank) {
   return value;
 }
 
-// The packs of a part of a row: the aligned vectors that hold its elements, the first and the last of which may hold
-// others' too.
+// The packs for a part of a row: the aligned vectors that hold its elements. The first and the last may also hold other
+// rows' elements.
 template <class T>
 struct PartOfRow {
   static constexpr int kPack = kPackOf<T>;
   using P = Pack<T, kPack>;
 
   const P* packs;  // the row's first
-  int64_t to_dx;   // from a pack of x to that of dx, in packs
-  int begin, end;  // of this part
-  int head;        // elements of the first pack before the row
+  int64_t to_dx;   // from a pack in x to its pack in dx, in packs
+  int begin, end;  // this part's
+  int head;        // elements in the first pack before the row
   int columns;
-  bool first_outside, last_outside;  // whether the row's first and last pack reach out of the buffer
+  bool first_outside, last_outside;  // whether the row's first and last pack extend beyond the buffer
 
   __device__ PartOfRow(const PackedArguments& a, int64_t row, int part) : columns(a.columns) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(a.x);
@@ -169,7 +169,7 @@ struct PartOfRow {
     last_outside = (start / kPack + count) * kPack > before + a.rows * a.columns;
     if (row >= a.rows) begin = end = 0;
   }
-  // The column of a pack's first element.
+  // A pack's first column.
   __device__ int Column(int pack) const { return pack * kPack - head; }
   __device__ bool IsWhole(int pack) const { return Column(pack) >= 0 && Column(pack) + kPack <= columns; }
   __device__ P Load(int pack) const {
@@ -197,7 +197,7 @@ struct PartOfRow {
   }
 };
 
-// What a thread does with its packs of a row.
+// How a thread processes its packs in a row.
 template <class T, bool kOptions>
 struct Element {
   using Part = PartOfRow<T>;
@@ -212,7 +212,7 @@ struct Element {
   __device__ bool Takes(int column) const { return !where || where[column * a.where_step] & 1; }
   __device__ bool IsInside(int column) const { return column >= 0 && column < part.columns; }
 
-  // Adds the packs index, index + step, ..., of which those before `end` are there. Others' elements become -inf.
+  // Adds the packs index, index + step, ...; packs from `end` on are absent. Other rows' elements become -inf.
   template <int kPacks>
   __device__ void Add(P (&packs)[kPacks], int index, int step, int end, Summary<float>* all) const {
 #pragma unroll
@@ -302,7 +302,7 @@ struct Element {
   }
 };
 
-// The summary of a whole row, from those of its threads, for all of them: maxima first, then sums at one level.
+// A whole row's summary, joined from its threads' summaries, for all of them: maxima first, then sums at one level.
 template <bool kOptions>
 class Joining {
  public:
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(kMostThreads, 2) PackedRows(const __grid_const
       d.sum = a.dsum ? a.dsum[row] : 0;
     }
   }
-  // Reads what the row's first thread needs, joins, and writes each row's values; gives the origin.
+  // Reads the values that the row's first thread needs, joins, and writes each row's values; returns the origin.
   const auto finish = [&](Summary<float>* all, Joining<kOptions>* joining) {
     float picked = std::numeric_limits<float>::quiet_NaN();
     if (first && d.label >= 0) picked = static_cast<float>(static_cast<const T*>(a.x)[row * a.columns + d.label]);
@@ -444,8 +444,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) PackedRows(const __grid_const
   }
 }
 
-// Rows of any layout and dtype: 256 threads, those of a row next to each other, or, where neighbouring rows' elements
-// are adjacent, those of 32 rows.
+// Rows in any layout and dtype: 256 threads. A row's threads are adjacent; or, if neighbouring rows' elements are
+// adjacent, the threads for 32 rows are.
 constexpr int kGeneralThreads = 256;
 
 template <class T>
@@ -490,7 +490,7 @@ __global__ void __launch_bounds__(kGeneralThreads) GeneralRows(const __grid_cons
   const int64_t rows = a.shape.rows.total, columns = row < rows ? a.shape.columns.total : 0;
   int64_t start[Call::kSlots] = {};
   if (row < rows) a.shape.rows.Offsets(row, start);
-  // Calls visit(offset of x, whether it takes part, column) for this thread's elements.
+  // Calls visit(offset in x, whether it takes part, column) for this thread's elements.
   const auto each = [&](const auto& visit) {
     for (int64_t column = lane; column < columns; column += lanes) {
       int64_t at[Call::kSlots];
@@ -569,7 +569,7 @@ bool IsPacked(const CrossEntropyCall& call) {
   return !call.dx || misplaced(call.x) == misplaced(call.dx);
 }
 
-// log2 of n, rounded up.
+// log2(n), rounded up.
 int Bits(int64_t n) { return std::bit_width(static_cast<uint64_t>(std::max<int64_t>(n, 1) - 1)); }
 
 // The lanes and parts of a pass, and the threads of a block; 0: a cluster does not hold a row. Parts: 8 are portable.

@@ -1,17 +1,17 @@
-// The operands of the cross entropy's kernels, checked; shared by the CPU and the CUDA handlers.
+// The cross entropy's operands, checked; shared by the CPU and the CUDA handlers.
 //   fwd:     x, [labels], [where]                                         -> origin, total, [picked], [sum]
 //   bwd:     x, [labels], [where], origin, dtotal, [dpicked], [dsum]      -> dx
 //   fwd_bwd: x, [labels], [where], dlog, [dpicked], [dsum]                -> dx, origin, total, [picked], [sum]
-// Of logits z = x, or cap tanh(x / cap) if cap > 0, of which those take part where `where` is true, each row has
+// The logits are z = x, or cap tanh(x / cap) if cap > 0. They take part if `where` is true. Each row has
 //   origin = max(z), 0 if that is not finite;  total = sum(exp(z - origin));  sum = sum(z)
-//   picked = z[label], whether it takes part or not; labels of -columns to -1 count from the end. Of other labels no
+// picked = z[label], whether it takes part or not; labels from -columns to -1 count from the end. For other labels no
 //   entry is read: picked is NaN
-// so that logsumexp(z) = origin + log(total). The backward pass gives what z gets from the cotangents of total, picked
-// and sum, times dz/dx; that of origin is 0, as it cancels in all that is made of origin and total. The pass that does
-// both starts with the cotangent of logsumexp(z) instead of total's, to which it adds 2 z_loss logsumexp(z) of itself:
+// so that logsumexp(z) = origin + log(total). The backward pass gives the gradient that the cotangents of total, picked
+// and sum have at z, times dz/dx. origin's cotangent is 0, because it cancels in all functions of origin and total. The
+// pass that does both takes logsumexp(z)'s cotangent instead of total's, and adds 2 z_loss logsumexp(z) to it:
 //   dtotal = dlog (1 + 2 z_loss logsumexp(z)) / total
-// Rows whose cotangents are all 0 have a gradient of 0, whatever they hold. Labels are int32. All values of a row have
-// the accumulator's dtype.
+// Rows whose cotangents are all 0 have a gradient of 0, whatever they hold. Labels are int32. All row values have the
+// accumulator's dtype.
 #ifndef JAXOPS_OPS_CROSS_ENTROPY_CROSS_ENTROPY_H_
 #define JAXOPS_OPS_CROSS_ENTROPY_CROSS_ENTROPY_H_
 
@@ -29,8 +29,8 @@ struct CrossEntropyCall {
 
   RowShape<kSlots> shape;
   std::optional<AnyBuffer> x, labels, where, dx;
-  std::optional<AnyBuffer> origin, total, picked, sum;  // results, or (origin) an operand of the backward pass
-  std::optional<AnyBuffer> dtotal, dpicked, dsum;       // operands; dtotal: dlog of the pass that does both
+  std::optional<AnyBuffer> origin, total, picked, sum;  // results, or (origin) an operand in the backward pass
+  std::optional<AnyBuffer> dtotal, dpicked, dsum;       // operands; dtotal: dlog in the pass that does both
   double cap = 0, z_loss = 0;
 };
 
@@ -99,7 +99,7 @@ inline Error ParseCrossEntropy(const char* handler, CrossEntropyPass pass, ffi::
   return parser.Finish(&call->shape);
 }
 
-// The column of a label, -1 if it has none.
+// A label's column, -1 if it has none.
 JAXOPS_HOST_DEVICE inline int64_t ColumnOfLabel(int64_t label, int64_t columns) {
   label += label < 0 ? columns : 0;
   return label >= 0 && label < columns ? label : -1;

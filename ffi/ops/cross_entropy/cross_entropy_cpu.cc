@@ -9,7 +9,7 @@ namespace {
 
 using Pass = CrossEntropyPass;
 
-// tanh(u): by (1 - exp(-2|u|)) / (1 + exp(-2|u|)), near 0, where that cancels, by its Taylor series.
+// tanh(u) by (1 - exp(-2|u|)) / (1 + exp(-2|u|)); near 0, where this cancels, by its Taylor series.
 JAXOPS_INLINE float Tanh(float u) {
   const float e = Exp(-2 * std::fabs(u)), far = (1 - e) / (1 + e), s = u * u;
   float p = 21844.0f / 6081075;
@@ -23,7 +23,7 @@ JAXOPS_INLINE float Tanh(float u) {
 }
 JAXOPS_INLINE double Tanh(double u) { return std::tanh(u); }
 
-// The logits of x, and their derivative.
+// x's logits, and their derivative.
 template <class A>
 struct Cap {
   A cap, reciprocal;
@@ -66,7 +66,7 @@ JAXOPS_INLINE void FillResults(const Loop& loop, const Offset& offset, const A* 
     const int64_t row = offset(w);
     to.origin[row] = origin[w];
     to.total[row] = total[w];
-    if (max[w] == kInfinity) {  // beyond what Exp takes: infinite unless there is a NaN
+    if (max[w] == kInfinity) {  // beyond the range of Exp: infinite unless there is a NaN
       A all = kInfinity;
       for (int64_t c = 0; c < loop.columns; ++c) {
         const A value = x[Number(loop, c, w)];
@@ -81,7 +81,7 @@ JAXOPS_INLINE void FillResults(const Loop& loop, const Offset& offset, const A* 
   }
 }
 
-// dx may be x. origin, dtotal: of each row.
+// dx may be x. origin, dtotal: each row's.
 template <class Value, class A, class Loop, class Offset, class Z, class Slope, class Visible>
 JAXOPS_INLINE void FillGradient(const Loop& loop, const Offset& offset, const Z& z, const Slope& slope,
                                 const Visible& visible, const int32_t* labels, const Value& origin, const Value& dtotal,

@@ -77,7 +77,7 @@ struct LogSoftmaxBackward : LogitsOp<kOptions, 2, /*kRowValues=*/true> {
     const auto g = Visible(cotangent, visible);
     Finish(row, z, visible, g, values, row.Join(row.template PartOf<rows::Sum>(g)));
   }
-  // The same in two halves.
+  // As above, in two halves.
   __device__ auto Begin(const auto& row, int, const auto&) const {
     return row.template PartOf<rows::Sum>(Visible(row.template Load<1>(dy), options.Visible(row)));
   }

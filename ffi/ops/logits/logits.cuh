@@ -1,4 +1,4 @@
-// What softmax and log_softmax do before their kernels' algebra on CUDA devices: scale, bias and masks.
+// The steps that softmax and log_softmax share on CUDA devices, before their kernels' algebra: scale, bias and masks.
 #ifndef JAXOPS_OPS_LOGITS_LOGITS_CUH_
 #define JAXOPS_OPS_LOGITS_LOGITS_CUH_
 
@@ -28,7 +28,7 @@ struct LogitsOptions {
         where(DataOrNull<uint8_t>(call.where)),
         causal(call.causal) {}
 
-  // Which of a pack's positions lie in the row: bit i is that of position i.
+  // The positions in a pack that lie in the row: bit i stands for position i.
   template <class Row>
   __device__ static uint32_t InsideBits(const Row& row, int column) {
     uint32_t bits = 0;
@@ -36,7 +36,7 @@ struct LogitsOptions {
     for (int i = 0; i < Row::kV; ++i) bits |= static_cast<uint32_t>(row.Inside(column, i)) << i;
     return bits;
   }
-  // Which of them causality leaves.
+  // The positions that causality leaves.
   template <class Row>
   __device__ uint32_t CausalBits(const Row& row, int pack, int column) const {
     constexpr uint32_t kAll = (1u << Row::kV) - 1;
@@ -49,7 +49,7 @@ struct LogitsOptions {
       if (distance + i * step < 0) bits &= ~(1u << i);
     return bits;
   }
-  // Which of a pack's booleans are true: their lowest bits say, as XLA has it.
+  // The booleans in a pack that are true: their lowest bits count, as in XLA.
   template <int kV>
   __device__ static uint32_t TrueBits(const Pack<uint8_t, kV>& booleans) {
     uint32_t bits = 0;
@@ -63,7 +63,7 @@ struct LogitsOptions {
     return bits;
   }
 
-  // Leaves out the keys after the query where a row has one query: they are neither read nor computed.
+  // If a row has one query, leaves out the keys after it: they are neither read nor computed.
   __device__ void Narrow(auto& row) const {
     if constexpr (!kNone) {
       using Row = std::remove_reference_t<decltype(row)>;
@@ -73,7 +73,7 @@ struct LogitsOptions {
     }
   }
 
-  // Which entries take part, as bits.
+  // The entries that take part, as bits.
   template <class Row>
   __device__ uint32_t VisibleBits(const Row& row, int pack, int column) const {
     uint32_t bits = InsideBits(row, column);
@@ -82,13 +82,13 @@ struct LogitsOptions {
     return bits;
   }
 
-  // Whether the masks of such rows are applied to their packs, which are held, two elements of 16 bits at a time.
+  // Whether the masks for such rows are applied to held packs, two 16-bit elements at a time.
   template <class T, class Row>
   static constexpr bool kByWords =
       !kNone && sizeof(T) == 2 && !Row::P::kAcross && Row::kLayout == rows::Layout::kPlain && Row::kV % 4 == 0 &&
       requires(const Row& row, const T* x) { row.template Load<0>(x).packs; };
 
-  // Which entries of the thread's packs take part, a byte each, and as ones in their halves of a pack's words.
+  // The entries in the thread's packs that take part: a byte each, and as ones in their halves of a pack's words.
   template <class Row>
   struct HeldBooleans {
     static constexpr int kWords = Row::kV / 4;
@@ -100,7 +100,7 @@ struct LogitsOptions {
       return masks;
     }
   };
-  // By `where` alone: all its reads begin before the first is used.
+  // From `where` alone: all its reads begin before the first is used.
   template <class Row>
   __device__ HeldBooleans<Row> ReadWhere(const Row& row) const {
     HeldBooleans<Row> held;
@@ -124,7 +124,7 @@ struct LogitsOptions {
     if (causal) {
       const bool along = row.Step(Slot::kDiagonal) == -1;
       row.ForEachPack([&](int pack, int column) {
-        // Of a row with one query all packs but one are before it or left out.
+        // In a row with one query, all packs except one are before the query or left out.
         if (along && row.Offset(Slot::kDiagonal, pack, column) >= Row::kV - 1) return;
         const uint32_t bits = CausalBits(row, pack, column);
 #pragma unroll
@@ -135,10 +135,10 @@ struct LogitsOptions {
     return held;
   }
 
-  // A bit for each element of held packs: a word has one pack's, or those of 32 single elements.
+  // A bit for each element in held packs: a word has one pack's bits, or 32 single elements' bits.
   template <class Row>
   struct HeldBits {
-    static constexpr int kPacks = Row::kV == 1 ? 32 : 1;  // of a word
+    static constexpr int kPacks = Row::kV == 1 ? 32 : 1;  // per word
     static constexpr uint32_t kAll = (1u << Row::kV) - 1;
     uint32_t words[(Row::kHeldPacks + kPacks - 1) / kPacks];
     static __device__ int Shift(int pack) { return pack % kPacks * Row::kV; }
@@ -147,8 +147,8 @@ struct LogitsOptions {
       return [bits = words[pack / kPacks] >> Shift(pack)](int i) { return (bits >> i & 1u) != 0; };
     }
   };
-  // Which options there are is tested once per row. Where packs have few elements, all reads begin before the first is
-  // used; of more the booleans would take more registers than their bits.
+  // The options are tested once per row. If packs have few elements, all reads begin before the first is used; with
+  // more, the booleans would take more registers than their bits.
   template <class Row>
   __device__ HeldBits<Row> ReadVisible(const Row& row) const {
     constexpr bool kCounted = Row::kPadded && Row::kV == 1;  // packs beyond the row's end, or its limit, are masked
@@ -181,7 +181,7 @@ struct LogitsOptions {
     return held;
   }
 
-  // Which entries take part, as an expression of booleans; kKept: kept where the row is held.
+  // The entries that take part, as a boolean expression; kKept: kept if the row is held.
   template <bool kKept = true, class Row>
   __device__ auto Visible(const Row& row) const {
     if constexpr (kNone) {
@@ -195,8 +195,7 @@ struct LogitsOptions {
     }
   }
 
-  // The logits x scale + bias, -inf where they are masked; and which are not, to be kept (kKept) if that is asked for
-  // often.
+  // The logits x scale + bias, -inf where masked; and the mask, to be kept (kKept) if it is read often.
   template <bool kKept = true, class Row, class Source>
   __device__ auto Load(const Row& row, const Source& x) const {
     using T = ElementOf<Source>;
@@ -228,8 +227,8 @@ struct LogitsOptions {
     }
   }
 
-  // Whether masked logits (-inf) need no more care: in rows whose sum of exponentials is a number, they come out as
-  // exp(-inf) = 0, or -inf. In others, all masked or with NaN or infinities, only `visible` tells what is masked.
+  // Whether masked logits (-inf) need no more care: if a row's sum of exponentials is a number, they give exp(-inf) =
+  // 0, or -inf. In other rows, all masked or with NaN or infinities, only `visible` tells which are masked.
   template <class Row>
   __device__ static bool Ordinary(const Row&, const typename Row::template PerRow<A>& exponentials) {
     return kNone || Row::All([](A sum) { return sum > 0 && sum < std::numeric_limits<A>::infinity(); }, exponentials);
@@ -245,10 +244,10 @@ struct LogitsOptions {
   }
 
  private:
-  // Four booleans, one a byte, as bits: the product has the sum of the bytes' bits at 28, 29, 30 and 31, no carries.
+  // Four booleans, one per byte, as bits: the product has the sum of the bytes' bits at 28, 29, 30 and 31, no carries.
   __device__ static uint32_t BitsOf(uint32_t booleans) { return (booleans & 0x01010101u) * 0x10204080u >> 28; }
 
-  // Masked entries are made -inf, their biases 0. A scale that is not positive goes into the packs, so that they stay
+  // Makes masked entries -inf, and their biases 0. A scale that is not positive goes into the packs, so that they stay
   // so. All reads begin before the first is used.
   template <class T, class Row>
   __device__ auto LoadByWords(const Row& row, const T* x) const {
@@ -286,7 +285,7 @@ struct LogitsOptions {
   }
 };
 
-// What the row library wants to know of an op with these options. kRowValues: it has the layout of max and total, as
+// The description of an op with these options for the row library. kRowValues: it has a layout for max and total, as
 // log_softmax has.
 template <Options kOptions_, int kInputs_, bool kRowValues = false>
 struct LogitsOp {
@@ -304,8 +303,8 @@ struct LogitsOp {
   __device__ int Scalars(const auto&) const { return 0; }
 };
 
-// A forward pass. Op::Finish(row, z, visible, sums) stores the results of rows whose logits are z, of which those that
-// are visible count, and sums their maximum and the sum of their exponentials.
+// A forward pass. Op::Finish(row, z, visible, sums) stores results for rows with logits z, where the visible ones
+// count; sums are their maximum and the sum of their exponentials.
 template <class Op, Options kOptions, class T, bool kRowValues = false>
 struct LogitsForward : LogitsOp<kOptions, 1, kRowValues> {
   using A = Accumulator<T>;
@@ -323,7 +322,7 @@ struct LogitsForward : LogitsOp<kOptions, 1, kRowValues> {
     const auto [z, visible] = options.template Load</*kKept=*/false>(row, x);
     op().Finish(row, z, visible, row.ReduceExponentials(z));
   }
-  // The same in two halves.
+  // As above, in two halves.
   template <class Visit>
   __device__ void ForEachInput(const Visit& visit) const {
     visit.template operator()<0>(x);
@@ -338,7 +337,7 @@ struct LogitsForward : LogitsOp<kOptions, 1, kRowValues> {
   __device__ const Op& op() const { return static_cast<const Op&>(*this); }
 };
 
-// The queries, and the keys, of causal calls: kernels count from one to the other in 32 bits (jaxops/_limits.py).
+// The query and key axes in causal calls: kernels count from one to the other in 32 bits (jaxops/_limits.py).
 inline constexpr int64_t kMaxCausalSize = std::numeric_limits<int>::max() - 1;
 
 // ParseLogits for the kernels.
@@ -363,7 +362,7 @@ cudaError_t LaunchLogits(cudaStream_t stream, const LogitsCall& call) {
   return rows::LaunchRows<T>(stream, op, single, call.shape);
 }
 
-// The dtypes of `first` and `second` choose T of Op<kOptions, T>. kMasksAlone: there are kernels for masks alone.
+// The dtypes of `first` and `second` choose T in Op<kOptions, T>. kMasksAlone: there are kernels for masks alone.
 template <template <Options, class> class Op, bool kMasksAlone>
 Error RunLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
                 const AnyBuffer& second) {

@@ -1,4 +1,4 @@
-// The operands of softmax and log_softmax, checked; shared by the CPU and the CUDA handlers.
+// softmax's and log_softmax's operands, checked; shared by the CPU and the CUDA handlers.
 //   forward:  x, [scale], [bias], [where]                            -> y, [max, total], [parts]
 //   backward: x or y, [scale], [bias], [where], [max, total], dy     -> dx, [parts]
 // The logits are z = x scale + bias. An entry is masked (z = -inf, result 0 or -inf, gradient 0) if `where` is false
@@ -6,9 +6,9 @@
 // boolean.
 //
 // softmax's backward pass starts from y and needs neither bias nor where. `masked` says that zeros in y may be masked
-// entries, whose gradient is 0 whatever dy is. log_softmax's backward pass starts from x and from each row's
-// max = max(z) and total = sum(exp(z - max)), optional results of the forward pass in the accumulator's dtype.
-// parts is a workspace that lets a GPU split rows if there are no options; see CheckParts.
+// entries, which have gradient 0 whatever dy is. log_softmax's backward pass starts from x and from each row's max =
+// max(z) and total = sum(exp(z - max)), optional forward results in the accumulator's dtype. parts is a workspace that
+// lets a GPU split rows if there are no options; see CheckParts.
 #ifndef JAXOPS_OPS_LOGITS_LOGITS_H_
 #define JAXOPS_OPS_LOGITS_LOGITS_H_
 
@@ -32,7 +32,7 @@ struct LogitsCall {
   std::optional<AnyBuffer> x, y;  // forward: operand and result; backward: x or y, and dx
   std::optional<AnyBuffer> dy;    // backward
   std::optional<AnyBuffer> scale, bias, where;
-  std::optional<AnyBuffer> max, total;  // results of the forward pass, operands of the backward pass
+  std::optional<AnyBuffer> max, total;  // forward results, backward operands
   bool causal = false, masked = false;
   std::optional<AnyBuffer> parts;
 
@@ -94,7 +94,7 @@ inline Error ParseLogits(const char* handler, bool backward, const LogitsAttribu
   return CheckParts(handler, call->shape, accumulator, backward ? 1 : 2, *call->parts);
 }
 
-// The handlers of an op, from its file's functions Forward and Backward; `...`: further attributes of the former.
+// An op's handlers, from its file's functions Forward and Backward; `...`: further attributes for Forward.
 #define JAXOPS_LOGITS_ATTRIBUTES                     \
   RemainingArgs()                                    \
       .RemainingRets()                               \

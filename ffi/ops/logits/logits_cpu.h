@@ -1,4 +1,4 @@
-// Shared by softmax and log_softmax on the CPU: the tiles of a call, its logits and its mask.
+// Shared by softmax and log_softmax on the CPU: a call's tiles, logits and mask.
 #ifndef JAXOPS_OPS_LOGITS_LOGITS_CPU_H_
 #define JAXOPS_OPS_LOGITS_LOGITS_CPU_H_
 
@@ -9,10 +9,10 @@
 
 namespace jaxops {
 
-// The unmasked entries of a row.
+// A row's unmasked entries.
 template <class A>
 struct Visible {
-  const A *where, *diagonal;  // 0 or 1; the same array twice if only one of them was given
+  const A *where, *diagonal;  // 0 or 1; the same array twice if only one was given
 
   JAXOPS_INLINE Visible(const A* where, const A* diagonal)
       : where(where ? where : diagonal), diagonal(diagonal ? diagonal : where) {}
@@ -27,7 +27,7 @@ JAXOPS_INLINE void FillMasked(const Loop& loop, const Visible<A>& visible, A val
   loop.Map(target, [=](int64_t i, int64_t) { return Select(visible(i), target[i], value); });
 }
 
-// The scale of every row; 1 if absent.
+// Every row's scale; 1 if absent.
 template <class Loop, class Position, class A>
 JAXOPS_INLINE auto Scales(const Loop& loop, const Position& position, const A* scale) {
   typename Loop::Value scales;
@@ -42,13 +42,13 @@ template <class Loop, class Value, class A>
 JAXOPS_INLINE void FillLogits(const Loop& loop, const A* x, const Value& scale, const A* bias,
                               const Visible<A>& visible, A* z) {
   loop.Map(z, [&](int64_t i, int64_t w) { return x[i] * scale[w]; });
-  // Not in one expression, which may be contracted: forward and backward pass must round alike, as exp(z - max) of
-  // logits above their maximum may overflow. Gradients of scale and bias start from the rounded product.
+  // Not in one expression, which may be contracted: forward and backward pass must round alike, because exp(z - max)
+  // may overflow for logits above their maximum. The gradients for scale and bias start from the rounded product.
   if (bias) loop.Map(z, [&](int64_t i, int64_t) { return z[i] + bias[i]; });
   FillMasked(loop, visible, -std::numeric_limits<A>::infinity(), z);
 }
 
-// Calls body(loop, position, z, visible, y) for every row or bundle of a forward call; z may be y.
+// Calls body(loop, position, z, visible, y) for every row or bundle in a forward call; z may be y.
 template <class Body>
 Error MapLogits(const char* handler, Device& pool, const LogitsCall& call, const Body& body) {
   using Call = LogitsCall;
@@ -70,8 +70,8 @@ Error MapLogits(const char* handler, Device& pool, const LogitsCall& call, const
   });
 }
 
-// Calls body(loop, position, z or y, visible, dy, dz) for every row or bundle of a backward call, then computes
-// dx = dz scale. logits: the first operand is x and becomes z, which may share memory with dz.
+// Calls body(loop, position, z or y, visible, dy, dz) for every row or bundle in a backward call, then computes dx = dz
+// scale. logits: the first operand is x and becomes z, which may share memory with dz.
 template <class Body>
 Error MapGradient(const char* handler, Device& pool, const LogitsCall& call, bool logits, const Body& body) {
   using Call = LogitsCall;

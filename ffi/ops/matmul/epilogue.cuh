@@ -1,4 +1,4 @@
-// The epilogue of a product: scale, bias, activation and rounding of its sums.
+// A product's epilogue: scales its sums, adds the bias, applies the activation and rounds.
 #ifndef JAXOPS_OPS_MATMUL_EPILOGUE_CUH_
 #define JAXOPS_OPS_MATMUL_EPILOGUE_CUH_
 
@@ -11,9 +11,9 @@
 
 namespace jaxops::matmul {
 
-// Accuracy of activations. Exact: a few units in the last place of an f32. Fast, for 16-bit results and TF32 products:
-// relative errors of about 2^-22 max(1, |log2 of the result|), and no results below 2^-126. Divide says where both
-// give 0.
+// How exact activations are. Exact: a few units in the last place of an f32. Fast, for 16-bit results and TF32
+// products: relative errors near 2^-22 max(1, |log2(result)|), and no results below 2^-126. Divide says where both give
+// 0.
 enum class Accuracy { kFull, kNarrow };
 template <class U>
 inline constexpr Accuracy kAccuracyFor = sizeof(U) == 2 ? Accuracy::kNarrow : Accuracy::kFull;
@@ -45,8 +45,8 @@ __device__ float Divide(float a, float b) {
   return __fdividef(a, b);
 }
 
-// t exp(-x^2 + polynomial(t)) with t = 1 / (1 + |x| / 2) for x >= 0, and 2 - that for x < 0: within 1.2e-7 of erfc
-// relative to it everywhere (a Chebyshev fit, Press et al., Numerical Recipes, 6.2), in a third of erfcf's
+// t exp(-x^2 + polynomial(t)) with t = 1 / (1 + |x| / 2) for x >= 0, and 2 minus it for x < 0: within 1.2e-7 of erfc,
+// relative to it, everywhere (a Chebyshev fit, Press et al., Numerical Recipes, 6.2), in a third of erfcf's
 // instructions.
 template <Accuracy kAccuracy = Accuracy::kFull>
 __device__ float Erfc(float x) {
@@ -129,7 +129,7 @@ __device__ void Differentiate(Activation activation, const float (&z)[kCount], f
   }
 }
 
-// Stores kCount adjacent elements of row `row` from column `column` on; skips elements outside the result.
+// Stores kCount adjacent elements in row `row` from column `column` on; skips elements outside the result.
 template <class U, int kCount>
 __device__ void StoreRow(const Problem& p, int64_t batch, const Offsets& offsets, int64_t row, int64_t column,
                          const float (&sums)[kCount]) {
@@ -159,7 +159,7 @@ __device__ void StoreRow(const Problem& p, int64_t batch, const Offsets& offsets
   store(p.out, ToPack<U, kCount>([&](int i) { return z[i]; }));
 }
 
-// The tile of block `block`. Tiles are visited in bands of 8 tile rows, so that concurrent blocks share operands.
+// Block `block`'s tile. Tiles are visited in bands of 8 tile rows, so that concurrent blocks share operands.
 struct Tile {
   int64_t row, column, batch;
 };

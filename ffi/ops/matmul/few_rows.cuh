@@ -1,6 +1,6 @@
-// 16-bit products of few rows (decoding). Nearly all their time goes to streaming rhs, the weights, from memory.
+// 16-bit products with few rows (decoding). Nearly all their time goes to streaming rhs, the weights, from memory.
 //
-// A block takes columns of the result, its warps take k tiles in turn. Each warp fills its own ring by cp.async, across
+// A block takes some result columns; its warps take k tiles in turn. Each warp fills its own ring by cp.async, across
 // the block's tiles, and waits for no other warp until the sums are added. Such a block loads sooner, and ends sooner,
 // than one that fetches descriptors for the copy engine and sums over a cluster. For the tensor cores the result's
 // columns are rows, 16 at a time, and its rows are columns, 16 or 32.
@@ -20,23 +20,23 @@
 
 namespace jaxops::matmul {
 
-// The rows of a tile, 16 or 32. In the calling convention, 16 rows select this kernel.
+// A tile's rows, 16 or 32. In the calling convention, 16 rows select this kernel.
 inline constexpr int kFewRows = 16, kMoreRows = 32;
 
-// A k tile of rhs has 4096 bytes; with 16 columns it has 2048. Where rows of rhs lie along n, the memory is the faster
-// the more of each row is read side by side.
+// An rhs k tile has 4096 bytes; with 16 columns it has 2048. If rhs's rows lie along n, memory is faster the longer the
+// stretch that is read from each row.
 template <int kRows_, int kColumns_, bool kRhsTransposed_>
 struct FewRowsTile {
   static constexpr int kRows = kRows_, kColumns = kColumns_;
   static constexpr bool kRhsTransposed = kRhsTransposed_;
-  static constexpr int kDepth = std::min(64, 2048 / kColumns);  // of a k tile
+  static constexpr int kDepth = std::min(64, 2048 / kColumns);  // per k tile
   static constexpr int kWarps = 8, kThreads = kWarps * 32;
   static constexpr int kStages = (kColumns < 32 ? 5 : 4) - (kRows > 16);
-  static constexpr int kStep = kWarps * kDepth;  // from one k tile of a warp to its next
+  static constexpr int kStep = kWarps * kDepth;  // from one of a warp's k tiles to its next
   static constexpr int kRhsBytes = kColumns * kDepth * 2, kStageBytes = kRhsBytes + kRows * kDepth * 2;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
-  static constexpr int kPitch = kColumns + 4;  // floats; from a row of sums to the second next are 8 banks
-  // Warps whose sums are in shared memory at once: half where there is no room for all; the others add to these.
+  static constexpr int kPitch = kColumns + 4;  // floats; a row of sums and the second next are 8 banks apart
+  // Warps that have sums in shared memory at once: half of them if there is no room for all; the others add to these.
   static constexpr int kSummers = kRows > 16 ? kWarps / 2 : kWarps;
   static constexpr int kSharedBytes = kRingBytes + kSummers * kRows * kPitch * 4;
   static_assert(kSharedBytes + 1024 <= 228 << 10);
@@ -45,19 +45,19 @@ using FewRowsTiles =
     Types<FewRowsTile<16, 16, true>, FewRowsTile<16, 32, true>, FewRowsTile<16, 32, false>, FewRowsTile<16, 64, false>,
           FewRowsTile<32, 16, true>, FewRowsTile<32, 32, true>, FewRowsTile<32, 32, false>>;
 
-// Lines of kPieces times 16 bytes, in an order of the pieces in which the same ones of 8 lines lie in different banks.
+// Lines with kPieces pieces of 16 bytes each, ordered so that equal pieces in 8 lines lie in different banks.
 template <int kPieces>
 struct SwizzledLines {
   static constexpr int kTogether = kPieces < 8 ? 8 / kPieces : 1;  // lines that lie side by side in the banks
   static constexpr int Turn(int line) { return line / kTogether % (kPieces < 8 ? kPieces : 8) * 16; }
-  // In bytes. Place(line + lines, piece + pieces), of multiples of powers of two above line and piece, is
-  // (Place(line, piece) ^ Turn(lines) ^ 16 pieces) + Lines(lines): constants except the lane's place.
+  // In bytes. For lines and pieces that are multiples of powers of two above line and piece, Place(line + lines, piece
+  // + pieces) is (Place(line, piece) ^ Turn(lines) ^ 16 pieces) + Lines(lines): constants except the lane's place.
   static __device__ uint32_t Place(int line, int piece) { return Lines(line) + (piece * 16 ^ Turn(line)); }
   static constexpr int Lines(int lines) { return lines * kPieces * 16; }
 };
 
-// The tiles of a block in turn, and of each the k tiles of the warp: what to load next. Of rows and columns that are
-// not there nothing is loaded, and no result stored; beyond the end of k are zeros.
+// A block's tiles in turn, and the warp's k tiles in each: says which to load next. Absent rows and columns are neither
+// loaded nor stored; beyond the end of k are zeros.
 template <class T, class Tile>
 class FewRowsLoader {
   static constexpr bool kRhsTransposed = Tile::kRhsTransposed;
@@ -86,7 +86,7 @@ class FewRowsLoader {
         Begin();
       }
     }
-    CommitCopies();  // an empty group keeps the count of pending groups the same to the end
+    CommitCopies();  // an empty group keeps the number of pending groups the same to the end
   }
 
  private:
@@ -107,7 +107,7 @@ class FewRowsLoader {
     rhs_ = static_cast<const T*>(p_.rhs) + offsets.rhs + rhs_piece() * 8 +
            (kRhsTransposed ? (column_ + rhs_line()) * p_.k + k_ : (k_ + rhs_line()) * p_.n + column_);
   }
-  // kInside: the whole k tile of rhs.
+  // kInside: rhs's whole k tile.
   template <bool kInside>
   __device__ void Load(uint32_t stage) const {
     const int64_t stride = kRhsTransposed ? p_.k : p_.n;
@@ -148,8 +148,8 @@ class FewRowsLoader {
   bool whole_columns_;
 };
 
-// Rows of both operands begin at multiples of 16 bytes. wide_out: results are f32. columns: tiles of a row of the
-// result; tiles: of all.
+// Both operands' rows begin at multiples of 16 bytes. wide_out: results are f32. columns: tiles per result row; tiles:
+// all.
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     FewRowsMatmul(const __grid_constant__ Problem p, bool wide_out, uint32_t columns, uint32_t tiles) {
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const uint32_t ring = SharedAddress(shared) + warp * Tile::kStages * Tile::kStageBytes;
   using Row = float[Tile::kPitch];
   Row* const sums_of_warps = reinterpret_cast<Row*>(shared + Tile::kRingBytes);
-  // Places in a stage of the lane's rows of matrices, as LoadMatrices wants them: of lhs (0, 0), (0, 8), (8, 0), (8, 8)
-  // of (row, k), 8 by 8 each, and of the next 16 rows; of rhs (0, 0), (8, 0), (0, 8), (8, 8) of (column, k).
+  // Where a stage holds the lane's matrix rows, as LoadMatrices wants them: for lhs (0, 0), (0, 8), (8, 0), (8, 8) as
+  // (row, k), 8 by 8 each, and the same in the next 16 rows; for rhs (0, 0), (8, 0), (0, 8), (8, 8) as (column, k).
   const int quarter = lane / 8, line = lane % 8;
   const uint32_t lhs_place = LhsLines::Place(quarter / 2 * 8 + line, quarter % 2);
   const uint32_t rhs_place = kRhsTransposed ? RhsLines::Place(quarter % 2 * 8 + line, quarter / 2)
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     const uint32_t batch = tile / columns;
     const int64_t first_column = int64_t{tile - batch * columns} * Tile::kColumns;
-    constexpr int kCount = 4, kPacks = Tile::kColumns / kCount;  // adjacent results of a thread; such of a row
+    constexpr int kCount = 4, kPacks = Tile::kColumns / kCount;  // a thread's adjacent results; such packs per row
     for (int pack = threadIdx.x; pack < Tile::kRows * kPacks; pack += Tile::kThreads) {
       const int row = pack / kPacks, column = pack % kPacks * kCount;
       float values[kCount] = {};
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-// cudaErrorNotSupported if there is no such tile, or none for operands that lie so.
+// cudaErrorNotSupported if there is no such tile, or none for operands with this layout.
 template <class T>
 cudaError_t LaunchFewRows(cudaStream_t stream, const Problem& p, bool wide_out, int tile_columns) {
   const bool aligned = p.k % 8 == 0 && p.rhs_stride() % 8 == 0 && IsAligned(p.lhs) && IsAligned(p.rhs);

@@ -35,17 +35,17 @@ using WgmmaOperands =
     Types<OperandPair<__nv_bfloat16, __nv_bfloat16>, OperandPair<__half, __half>, OperandPair<float, float>,
           OperandPair<E4M3, E4M3>, OperandPair<E4M3, E5M2>, OperandPair<E5M2, E4M3>, OperandPair<E5M2, E5M2>>;
 
-// The kernels that run on every GPU take operands of one dtype; the result's may be f32.
+// The kernels that run on every GPU take operands with one dtype; the result may be f32.
 using GeneralPairs = Types<Pair<__nv_bfloat16, __nv_bfloat16>, Pair<__nv_bfloat16, float>, Pair<__half, __half>,
                            Pair<__half, float>, Pair<float, float>>;
 
-// How an operand of the tensor cores' kernel is copied first; kNone: the copy engine or threads load it. The order is
+// How an operand for the tensor cores' kernel is copied first; kNone: the copy engine or threads load it. The order is
 // part of the calling convention.
 enum class OperandCopy : int32_t { kNone, kAsItLies, kTransposed, kCount };
 
 // The attributes that say how the product is computed: jaxops/ops/_matmul_choice.py chooses them.
 struct Choice {
-  int32_t tile_rows, tile_columns;  // 0 rows: a kernel for every GPU; kFewRows: that for few rows
+  int32_t tile_rows, tile_columns;  // 0 rows: a kernel for every GPU; kFewRows: the kernel for few rows
   bool ping_pong;
   int32_t band;
   matmul::SharedOperand shared;
@@ -54,8 +54,8 @@ struct Choice {
   OperandCopy lhs_copy, rhs_copy;
 };
 
-// The results in order: out, then those that there are of preactivation, lhs copy, rhs copy, partials, and of products
-// in parts lhs scales, rhs scales, flags (SplitOperands).
+// The results in order: out, then the given ones among preactivation, lhs copy, rhs copy and partials; for products in
+// parts also lhs scales, rhs scales and flags (SplitOperands).
 struct MoreResults {
   std::optional<AnyBuffer> preactivation, lhs_copy, rhs_copy, partials, lhs_scales, rhs_scales, flags;
 };
@@ -87,7 +87,7 @@ Error FewRows(Device stream, const Problem& problem, DataType operands, DataType
   return status == cudaErrorNotSupported ? General(stream, problem, operands, result) : FromCuda(kHandler, status);
 }
 
-// The matrices of an operand as they lie in memory.
+// An operand's matrices as they lie in memory.
 MatrixStack AsTheyLie(const AnyBuffer& source, bool transposed, int64_t rows, int64_t columns) {
   if (transposed) std::swap(rows, columns);
   return {source.untyped_data(), static_cast<int64_t>(source.element_count()) / (rows * columns), rows, columns};
@@ -144,13 +144,14 @@ Error CheckWorkspaces(const AnyBuffer& lhs, const AnyBuffer& rhs, const Problem&
   return Error::Success();
 }
 
-// Describes an operand, and enqueues the copy of it that the choice asks for.
+// Describes an operand, and enqueues its copy if the choice asks for one.
 template <class T>
 Error PrepareOperand(Device stream, const MatrixStack& from, bool transposed, OperandCopy how,
                      const std::optional<AnyBuffer>& copy, WgmmaOperand* operand) {
   if (how == OperandCopy::kNone) {
     *operand = {from.data, transposed, from.slices, from.columns};
-    // The array is aligned to 16 bytes, its rows to these: the copy engine takes 16, threads load pieces of 4 or 8.
+    // The array is aligned to 16 bytes; its rows are aligned to 16 for the copy engine, and to 4 or 8 for threads'
+    // pieces.
     constexpr int64_t kLeast = sizeof(T) == 2 ? 4 : 16;
     const int64_t row_bytes = from.columns * static_cast<int64_t>(sizeof(T));
     if (row_bytes % kLeast != 0)
@@ -171,7 +172,7 @@ Error PrepareOperand(Device stream, const MatrixStack& from, bool transposed, Op
   return FromCuda(kHandler, status);
 }
 
-// The same for an operand in parts, which LaunchSplit writes.
+// As above, for an operand in parts, which LaunchSplit writes.
 SplitOperand PrepareParts(const MatrixStack& from, bool transposed, OperandCopy how, const AnyBuffer& copy,
                           const AnyBuffer& scales, WgmmaOperand* operand) {
   const bool turned = how == OperandCopy::kTransposed;
@@ -212,11 +213,11 @@ Error OnTensorCores(Device stream, const AnyBuffer& lhs, const AnyBuffer& rhs, c
   }
   plan.unfit = flags;
   const cudaError_t status = matmul::LaunchWgmma<T, V>(stream, problem, plan);
-  if (status == cudaErrorNotSupported)  // no such tile, or not for rows that lie so
+  if (status == cudaErrorNotSupported)  // no such tile, or none for rows with this layout
     return General(stream, problem, kOperandType<T>, wide_out ? DataType::F32 : kOperandType<T>);
   JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   if constexpr (std::is_same_v<T, float>) {
-    if (flags) {  // what no parts hold among the operands, or sums that might overflow
+    if (flags) {  // operands that no parts hold, or sums that might overflow
       Problem guarded = problem;
       guarded.only_if = flags;
       return FromCuda(kHandler, matmul::LaunchSimt(stream, guarded));
@@ -236,7 +237,7 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
       promote < 0 || shared < 0 || shared >= static_cast<int32_t>(matmul::SharedOperand::kCount) ||
       (splits > 8 && !has_partials) || band > 64 || tile_rows < 0 || tile_columns < 0 ||
       (tile_rows == 0) != (tile_columns == 0)) {
-    return Invalid(kHandler, "attributes out of range");  // 64 bands of tile columns are counted in 32 bits
+    return Invalid(kHandler, "attributes out of range");  // 64 bands of tile columns must fit 32 bits
   }
   const Choice choice = {tile_rows,
                          tile_columns,
@@ -287,13 +288,13 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
       return Invalid(kHandler, "k is split in more parts than it has tiles");
     JAXOPS_RETURN_IF_ERROR(CheckWorkspaces(lhs, rhs, problem, choice, results));
   }
-  // A slice of a larger array may begin anywhere; the copy engine takes aligned ones alone.
+  // A slice from a larger array may begin anywhere; the copy engine takes only aligned ones.
   const auto fits = [](const AnyBuffer& operand, int32_t copy) {
     return copy != 0 || IsAligned(operand.untyped_data());
   };
   if (tile_rows == 0 || problem.k == 0 || !fits(lhs, lhs_copy) || !fits(rhs, rhs_copy) ||
       CompiledCapability() != kHopper)
-    return General(stream, problem, problem.k == 0 ? result : lhs_type, result);  // of k = 0 nothing is read
+    return General(stream, problem, problem.k == 0 ? result : lhs_type, result);  // if k = 0, nothing is read
   if (tile_rows == matmul::kFewRows) return FewRows(stream, problem, lhs_type, result, tile_columns);
   return First(
       WgmmaOperands{}, Invalid(kHandler, "no tensor core kernel for these element types"),

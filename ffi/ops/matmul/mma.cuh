@@ -1,4 +1,4 @@
-// bf16 and f16 matmul on the tensor cores of every GPU since sm_80: mma.sync, f32 sums, and operands in a ring of
+// bf16 and f16 matmul on the tensor cores in every GPU since sm_80: mma.sync, f32 sums, and operands in a ring of
 // shared-memory stages filled by cp.async. Any shape and layout; rows that are not 16-byte aligned are loaded by
 // element.
 #ifndef JAXOPS_OPS_MATMUL_MMA_CUH_
@@ -22,7 +22,7 @@ struct MmaTile {
       kStages * kStageBytes > kRows * kOutPitch * 4 ? kStages * kStageBytes : kRows * kOutPitch * 4;
 };
 
-// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Four 8 x 8 matrices with 16-bit elements; lane l gives the address for matrix l / 8's row l % 8.
 template <bool kTransposed>
 __device__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   if constexpr (kTransposed) {
@@ -53,9 +53,9 @@ __device__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
 }
 #undef JAXOPS_MMA
 
-// One operand's tile of 128 rows (of m or n) by 32 of k, in 16-byte chunks of 8 elements. Adjacent chunks lie along k
-// (4 a row of 64 bytes) or along the rows (16 a k of 256 bytes); the chunk index is XORed with the line's number, so
-// that the 8 addresses of an 8 x 8 matrix fall into different banks.
+// One operand's tile: 128 rows (of m or n) by 32 k, in 16-byte chunks with 8 elements each. Adjacent chunks lie along k
+// (4 in a 64-byte row) or along the rows (16 in a 256-byte k); the chunk index is XORed with the line's number, so that
+// an 8 x 8 matrix's 8 addresses fall into different banks.
 template <class T, bool kAlongK, bool kAligned>
 struct MmaOperand {
   const T* source;
@@ -91,8 +91,8 @@ struct MmaOperand {
     }
   }
 
-  // The 16 x 16 fragment at (row, k). Its quarters come in the order (0, 0), (8, 0), (0, 8), (8, 8) of (row, k) that
-  // mma wants of a left operand, or with the middle ones exchanged, two 16 x 8 right operands.
+  // The 16 x 16 fragment at (row, k). Its quarters come in the (row, k) order (0, 0), (8, 0), (0, 8), (8, 8), as mma
+  // wants a left operand; or, with the middle ones exchanged, as two 16 x 8 right operands.
   template <bool kLeft>
   static __device__ void Fragment(uint32_t (&r)[4], uint32_t stage, int row, int k) {
     const int lane = threadIdx.x % 32, second = lane / 8 % 2, fourth = lane / 16;
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(MmaTile::kThreads, 2) MmaMatmul(const Problem 
       lhs.Load(stage, step * Shape::kDepth);
       rhs.Load(stage + Shape::kOperandBytes, step * Shape::kDepth);
     }
-    CommitCopies();  // an empty group, so that the number of pending groups stays the same
+    CommitCopies();  // an empty group keeps the number of pending groups the same
   };
   for (int step = 0; step < Shape::kStages - 1; ++step) load(step);
   for (int64_t step = 0; step < steps; ++step) {
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(MmaTile::kThreads, 2) MmaMatmul(const Problem 
   WaitCopies<0>();
   __syncthreads();
 
-  // Go through shared memory, so that global stores are whole 16- or 32-byte pieces of a row.
+  // Goes through shared memory, so that global stores are whole 16- or 32-byte pieces.
   float* const out = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -187,7 +187,7 @@ cudaError_t LaunchMmaAligned(cudaStream_t stream, const Problem& p) {
 
 template <class T, class U>
 cudaError_t LaunchMma(cudaStream_t stream, const Problem& p) {
-  // If rows are a multiple of 8 elements apart, every matrix of a batch is aligned too.
+  // If rows are a multiple of 8 elements apart, every matrix in a batch is aligned too.
   const bool chunks = p.lhs_stride() % 8 == 0 && p.rhs_stride() % 8 == 0 && IsAligned(p.lhs) && IsAligned(p.rhs);
   return chunks ? LaunchMmaAligned<T, U, true>(stream, p) : LaunchMmaAligned<T, U, false>(stream, p);
 }

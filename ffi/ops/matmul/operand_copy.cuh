@@ -1,5 +1,5 @@
-// Copies of matmul's operands in the form that the tensor cores' kernel reads: rows aligned to 16 bytes; along k for
-// operands that are not 16-bit; f32 split in parts for products in full precision.
+// Copies matmul's operands into the form that the tensor cores' kernel reads: rows aligned to 16 bytes; along k for
+// operands that are not 16-bit; f32 split into parts for products in full precision.
 #ifndef JAXOPS_OPS_MATMUL_OPERAND_COPY_CUH_
 #define JAXOPS_OPS_MATMUL_OPERAND_COPY_CUH_
 
@@ -21,16 +21,16 @@ struct MatrixStack {
 
 inline constexpr int kCopyThreads = 256;
 
-// Rows of any length and alignment to rows `stride` bytes apart, a multiple of 16. A thread writes 16 bytes, from the
-// two aligned pieces that hold them; what follows a row's end is not defined.
+// Copies rows with any length and alignment to rows `stride` bytes apart, a multiple of 16. A thread writes 16 bytes,
+// from the two aligned pieces that hold them; the bytes after a row's end are undefined.
 static __global__ void __launch_bounds__(kCopyThreads)
     PadRows(const uint8_t* from, int64_t rows, int64_t row_bytes, uint8_t* to, int64_t stride) {
-  const int64_t pieces = (row_bytes + 15) / 16;  // of a row
+  const int64_t pieces = (row_bytes + 15) / 16;  // per row
   const int64_t index = blockIdx.x * int64_t{kCopyThreads} + threadIdx.x, row = index / pieces;
   if (row >= rows) return;
   const int64_t piece = index - row * pieces;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(from);
-  const uintptr_t last = (begin + rows * row_bytes - 1) & ~uintptr_t{15};  // the last piece of the array
+  const uintptr_t last = (begin + rows * row_bytes - 1) & ~uintptr_t{15};  // the array's last piece
   const uintptr_t source = begin + row * row_bytes + piece * 16, aligned = source & ~uintptr_t{15};
   const uint4 low = *reinterpret_cast<const uint4*>(aligned);
   const uint4 high = *reinterpret_cast<const uint4*>(min(aligned + 16, last));
@@ -53,12 +53,12 @@ inline cudaError_t LaunchPadRows(cudaStream_t stream, const MatrixStack& from, i
                 static_cast<uint8_t*>(to), stride * element_bytes);
 }
 
-// Copies go through shared memory, a tile of 64 x 64 elements at a time.
+// Copies go through shared memory, one 64 x 64 tile at a time.
 inline constexpr int kCopySize = 64;
 template <class T>
 using CopyTile = T[kCopySize][kCopySize + (sizeof(T) == 4 ? 1 : 4)];
 
-// Rows of the result are `stride` elements apart.
+// The result's rows are `stride` elements apart.
 template <class T>
 __global__ void __launch_bounds__(kCopyThreads) TransposeOperand(const MatrixStack from, T* to, int64_t stride) {
   constexpr int kLines = kCopyThreads / kCopySize;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kCopyThreads) TransposeOperand(const MatrixSta
   const int64_t row0 = block / across * kCopySize, column0 = block % across * kCopySize;
   const T* const source = static_cast<const T*>(from.data) + slice * from.rows * from.columns;
   const int x = threadIdx.x % kCopySize, y = threadIdx.x / kCopySize;
-  T values[kCopySize / kLines];  // all reads before the first write, which would wait for its own
+  T values[kCopySize / kLines];  // all reads before the first write, which would wait for its own read
 #pragma unroll
   for (int i = 0; i < kCopySize / kLines; ++i) {
     const int64_t row = row0 + y + i * kLines;
@@ -92,21 +92,20 @@ cudaError_t LaunchTranspose(cudaStream_t stream, const MatrixStack& from, void* 
 }
 
 // An f32 operand for products in full precision, and where its parts go. x is high + low to within 2^-23 |x|, and each
-// has 11 bits: f16 holds them exactly if only the exponents fit, and so do the tensor cores their products. So a block
-// of 64 x 64 elements is multiplied by a power of two that brings its largest to [2^14, 2^15), and low parts by 2^12
-// more; f16 holds the block if no element but 0 is then below 2^-14. A k tile of the product in which it does not hold
-// some block is multiplied in TF32, which has f32's exponents, and half the speed. Blocks that f16 does not hold are
-// multiplied so only if that makes them larger, as subnormal parts would lose bits, or where they might overflow; if
-// their smallest would then lose bits all the same, the kernel without tensor cores computes the product.
+// has 11 bits. f16 holds both exactly if their exponents fit, and then the tensor cores' products are exact too. So a
+// 64 x 64 block is multiplied by the power of two that brings its largest element to [2^14, 2^15), and its low parts by
+// 2^12 more. f16 holds the block if no nonzero element is then below 2^-14. If f16 does not hold some block in a k
+// tile, the product's k tile is multiplied in TF32, which has f32's exponents and half the speed. Blocks that f16 does
+// not hold are scaled only if this enlarges them, because subnormal parts would lose bits, or if they might overflow.
+// If their smallest element would still lose bits, the kernel without tensor cores computes the product.
 struct SplitOperand {
   MatrixStack from;
-  bool transposed;  // rows (of m or n) are `from`'s columns
-  // [slices, 3, rows, stride], along k, the stride a multiple of 64: in f16 the high and then the low parts of a row;
-  // in TF32 the high parts; the low parts. What is not needed is not written.
+  bool transposed;  // rows (m or n) are `from`'s columns
+  // [slices, 3, rows, stride], along k, the stride a multiple of 64: in f16 a row's high parts and then its low parts;
+  // in TF32 the high parts; the low parts. Unneeded parts are not written.
   float* parts;
   int64_t stride;
-  // [slices, rows / 64, stride / 64]: what a block's products are to be multiplied by; negative where f16 does not hold
-  // the block.
+  // [slices, rows / 64, stride / 64]: the factor for a block's products; negative if f16 does not hold the block.
   float* scales;
 
   __host__ __device__ int64_t rows() const { return transposed ? from.columns : from.rows; }
@@ -115,7 +114,7 @@ struct SplitOperand {
 };
 inline constexpr int kSplitThreads = 512;
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-inline constexpr int kSplitResident = 4;  // blocks of a multiprocessor that registers must allow
+inline constexpr int kSplitResident = 4;  // blocks per multiprocessor that registers must allow
 #else
 inline constexpr int kSplitResident = 1;  // it does not run there; some hold 1536 threads
 #endif
@@ -129,8 +128,8 @@ __device__ inline float Round(float x) {
 }
 __device__ inline float PowerOfTwo(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
-// What the products of a block of the elements `small` to `large` (bits without the sign, which are ordered as the
-// numbers are; small: of those that are not 0) are to be multiplied by, as in SplitOperand::scales.
+// The factor, as in SplitOperand::scales, for products with a block whose elements lie from `small` to `large` (bits
+// without the sign, which sort as the numbers do; small: among nonzero elements).
 __device__ inline float ScaleOfBlock(uint32_t large, uint32_t small) {
   if (large == 0) return 1;
   constexpr int kMost = 63;  // of the exponents: the product of two scales is a number
@@ -147,8 +146,8 @@ __device__ inline bool KeepsBits(float scale, uint32_t small) {
   return down <= 0 || static_cast<int>(small >> 23) > down + 13;
 }
 
-// Splits a block of 64 x 64 elements in f16, and writes its scale; or (kWide) in TF32, by the scale that is there.
-// Sets flags as SplitOperands says; largest: of the operand.
+// Splits a 64 x 64 block in f16, and writes its scale; or (kWide) in TF32, by the scale that is there. Sets flags as
+// SplitOperands says; largest: the operand's.
 template <bool kWide>
 __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flags, int32_t* largest,
                            CopyTile<float>& tile) {
@@ -174,7 +173,7 @@ __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flag
     for (int i = 0; i < kFetched; ++i) tile[y + i * kStep][x] = fetched[i];
   }
   __syncthreads();
-  // A thread has 4 adjacent elements along k of every kLines-th row.
+  // A thread has 4 adjacent elements along k in every kLines-th row.
   constexpr int kPitch = sizeof(tile[0]) / sizeof(float);
   const int own_k = threadIdx.x % 16 * 4, own_row = threadIdx.x / 16;
   const float* const own = &tile[0][0] + (to.transposed ? own_k * kPitch + own_row : own_row * kPitch + own_k);
@@ -213,7 +212,7 @@ __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flag
       to.scales[block] = scale;
       if (exponent == 255 || !KeepsBits(scale, small)) flags[0] = 1;  // every writer writes the same
       if (scale < 0) flags[1 + k_tile] = 1;
-      if (exponent > *largest) atomicMax(largest, exponent);  // it only grows: what is read may be too small
+      if (exponent > *largest) atomicMax(largest, exponent);  // it only grows: the value that was read may be too small
     }
     if (scale < 0) return;
   }
@@ -244,11 +243,11 @@ __device__ void SplitBlock(const SplitOperand& to, uint32_t block, int32_t* flag
   }
 }
 
-// Splits both operands. First in f16: flags[0] is set to 1 if there are infinities or NaN, as the products of
-// their parts would not be IEEE's, or elements that no part holds, flags[1 + i] if f16 does not hold some block of k
-// tile i; behind those are the largest biased exponents of lhs and rhs. Then (kWide) those k tiles in TF32; by few
-// blocks, as mostly there are none. And flags[0] is set if sums might overflow: those of some parts alone might, with
-// another sign than the whole.
+// Splits both operands. First in f16: flags[0] is set to 1 if there are infinities or NaN, because their parts'
+// products would not be IEEE's, or elements that no part holds. flags[1 + i] is set if f16 does not hold some block in
+// k tile i. After these come the largest biased exponents in lhs and rhs. Then (kWide) it splits those k tiles in TF32;
+// few blocks do so, because usually there are none. flags[0] is also set if sums might overflow: sums over some parts
+// alone might, with another sign than the whole.
 template <bool kWide>
 __global__ void __launch_bounds__(kSplitThreads, kSplitResident)
     SplitOperands(const __grid_constant__ SplitOperand lhs, const __grid_constant__ SplitOperand rhs,
@@ -263,7 +262,7 @@ __global__ void __launch_bounds__(kSplitThreads, kSplitResident)
   if constexpr (!kWide) {
     split(blockIdx.x);
   } else {
-    // A sum of k products is below 2^(x + y - 252) k for exponents x and y; parts' sums are below four times that.
+    // A sum over k products is below 2^(x + y - 252) k for exponents x and y; parts' sums are below four times this.
     const int log2_k = 32 - __clz(static_cast<int>(depth * kCopySize - 1));
     if (blockIdx.x == 0 && threadIdx.x == 0 && largest[0] + largest[1] - 252 + log2_k + 2 > 127) flags[0] = 1;
     bool any = false;

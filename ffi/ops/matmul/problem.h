@@ -17,11 +17,11 @@ enum class Activation : int32_t { kNone, kRelu, kGelu, kGeluExact, kSilu, kCount
 // there. The order is part of the calling convention.
 enum class Triangle : int32_t { kNone, kResult, kLhs, kCount };
 
-// Batch axes along which all operands step evenly are merged. Up to 8 may remain, which is more than nested vmaps
-// produce; products with more run on XLA (jaxops/_limits.py).
+// Batch axes along which all operands step evenly are merged. Up to 8 may remain, more than nested vmaps produce;
+// products with more run on XLA (jaxops/_limits.py).
 inline constexpr int kMaxBatchAxes = 8;
 
-// The most blocks of a kernel that usually returns at once, because of a flag on the device: fewer blocks return
+// The most blocks for a kernel that usually returns at once, because of a flag on the device: fewer blocks return
 // sooner.
 inline constexpr int64_t kFewBlocks = 512;
 
@@ -29,7 +29,7 @@ struct Offsets {
   int64_t lhs, rhs, scale, bias;
 };
 
-// Maps a batch index, row-major over the result's batch axes, to offsets of operands; a broadcast axis has stride 0.
+// Maps a batch index, row-major over the result's batch axes, to the operands' offsets; a broadcast axis has stride 0.
 struct Batch {
   int axes = 0;
   int64_t sizes[kMaxBatchAxes];

@@ -1,9 +1,9 @@
 // f32 matmul without tensor cores, for products that the tensor cores' kernel cannot compute: infinities or NaN in full
 // precision, and operands that are not aligned to 16 bytes.
 //
-// 256 threads compute a tile of 128 x 128. Each thread has four kQuad x kQuad squares half a tile apart, so that a warp
-// reads whole vectors of shared memory without bank conflicts. Operand tiles are double-buffered: while one is used,
-// the next comes from global memory through registers.
+// 256 threads compute a 128 x 128 tile. Each thread has four kQuad x kQuad squares half a tile apart, so that a warp
+// reads whole shared-memory vectors without bank conflicts. Operand tiles are double-buffered: while one is used, the
+// next comes from global memory through registers.
 #ifndef JAXOPS_OPS_MATMUL_SIMT_CUH_
 #define JAXOPS_OPS_MATMUL_SIMT_CUH_
 
@@ -19,7 +19,7 @@ struct SimtTile {
   static constexpr int kLoads = kSize * kDepth / kThreads;
 };
 
-// One operand's tile: kSize rows (of m or n) by kDepth of k, kept in shared memory as [k][row].
+// One operand's tile: kSize rows (m or n) by kDepth k, kept in shared memory as [k][row].
 template <bool kAlongK>
 struct SimtOperand {
   using Tile = SimtTile;

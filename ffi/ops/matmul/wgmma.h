@@ -1,4 +1,4 @@
-// The tensor cores' kernel for each pair of operand types, compiled apart.
+// The tensor cores' kernel for each pair of operand types, compiled separately.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_H_
 #define JAXOPS_OPS_MATMUL_WGMMA_H_
 
@@ -13,11 +13,11 @@
 namespace jaxops::matmul {
 
 // An f32 operand in parts (SplitOperand).
-inline constexpr int kSplitSlices = 3;        // matrices that are stored for each matrix of the operand
-inline constexpr int kSplitBlock = 64;        // the side of a block; each block has its own scale
-inline constexpr float kLowScale = 0x1p-12f;  // by which products with low parts are multiplied
+inline constexpr int kSplitSlices = 3;        // stored matrices per operand matrix
+inline constexpr int kSplitBlock = 64;        // a block's side; each block has its own scale
+inline constexpr float kLowScale = 0x1p-12f;  // the factor for products with low parts
 
-// The type of results that are not f32: the operands', or of 8-bit operands bf16.
+// The type for results that are not f32: the operands' type, or bf16 for 8-bit operands.
 template <class T>
 using WgmmaResult = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
 
@@ -25,16 +25,16 @@ using WgmmaResult = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
 struct WgmmaOperand {
   const void* data;
   bool transposed;                // as in Problem
-  int64_t slices, stride;         // matrices (of parts: all that are stored); elements from row to row
-  const float* scales = nullptr;  // of f32 in parts
+  int64_t slices, stride;         // matrices (with parts: all stored ones); elements from row to row
+  const float* scales = nullptr;  // for f32 in parts
   int piece = 0;                  // bytes that threads load at a time (wgmma_load.cuh); 0: the copy engine does
 };
 
-// The operand that two blocks of a cluster share: each loads half of every tile for both. Their tiles lie side by side,
+// The operand that two blocks in a cluster share: each loads half of every tile for both. Their tiles lie side by side,
 // in one row if lhs is shared, in one column if rhs is. The order is part of the calling convention.
 enum class SharedOperand : int32_t { kNone, kLhs, kRhs, kCount };
 
-// The most rows, columns and terms of a product: a tile beyond the last must still be counted in 32 bits
+// The most rows, columns and terms in a product: a tile beyond the last must still fit 32-bit counts
 // (jaxops/_limits.py).
 inline constexpr int64_t kMaxMatrixSize = (int64_t{1} << 31) - 1 - 512;
 
@@ -46,14 +46,14 @@ struct WgmmaPlan {
   int band;  // tile rows, see WgmmaWorks
   SharedOperand shared;
   bool in_parts;  // f32 in full precision
-  int promote;    // k tiles after which sums are promoted to f32 registers; 0: never
+  int promote;    // after this many k tiles, sums are promoted to f32 registers; 0: never
   int splits;
-  float* partials;       // [splits, batches, m, n]; null: the parts of a split are summed by clusters of blocks
+  float* partials;       // [splits, batches, m, n]; null: clusters of blocks sum a split's parts
   const int32_t* unfit;  // if not null and not 0 on the device: leave, another kernel does it
   bool wide_out;         // f32 results
 };
 
-// cudaErrorNotSupported if there is no such tile, or not for such sizes, rows or plans, or no driver. T, V:
+// cudaErrorNotSupported if there is no such tile, none for these sizes, rows or plans, or no driver. T, V:
 // __nv_bfloat16, __half, float (TF32), hopper::E4M3, hopper::E5M2.
 template <class T, class V>
 cudaError_t LaunchWgmma(cudaStream_t stream, const Problem& problem, const WgmmaPlan& plan);

@@ -1,10 +1,10 @@
 // matmul on Hopper's tensor cores: the warpgroups that multiply.
 //
 // MultiplyAll takes both operands from shared memory, and serves all dtypes. MultiplyParts is for f32 in full
-// precision, whose operands come in parts. MultiplyTurned is for f32 as TF32 with rhs along n: from shared memory the
-// tensor cores take f32 along k alone, from registers along any axis. It computes the turned product,
-// out^T = rhs^T lhs^T, for which threads read rhs^T. A thread reads two adjacent columns of rhs at a time; they are the
-// columns of the result whose sums it has and stores.
+// precision, whose operands come in parts. MultiplyTurned is for f32 as TF32 with rhs along n: the tensor cores take
+// f32 from shared memory only along k, and from registers along any axis. It computes the turned product, out^T = rhs^T
+// lhs^T, for which threads read rhs^T. A thread reads two adjacent rhs columns at a time, and has and stores the sums
+// for the same result columns.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_COMPUTE_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_COMPUTE_CUH_
 
@@ -21,8 +21,8 @@
 
 namespace jaxops::matmul {
 
-// Frees stages that a warp has multiplied, in both blocks of a pair. Without branches: they cost much of the time of a
-// short k tile.
+// Frees the stages that a warp has multiplied, in both blocks of a pair. Without branches: they cost much of a short k
+// tile's time.
 template <class Tile>
 class StageRelease {
  public:
@@ -43,7 +43,7 @@ class StageRelease {
   const uint32_t other_;
 };
 
-// Begins the products of two tiles in shared memory, with the warpgroup's rows of lhs. A, B: the elements of their
+// Begins the products for two tiles in shared memory, with the warpgroup's lhs rows. A, B: the elements in their
 // 128-byte rows. add: to the sums, which are overwritten otherwise.
 template <class A, class B, class Tile, class P>
 __device__ void BeginProducts(uint32_t lhs_tile, uint32_t rhs_tile, float (&sums)[Tile::kBlocks][Tile::kColumns / 2],
@@ -60,12 +60,12 @@ __device__ void BeginProducts(uint32_t lhs_tile, uint32_t rhs_tile, float (&sums
   hopper::CommitProducts();
 }
 
-// Adds the sums of a tile's other parts, in order, to the first part's, and is true in the first part's block. The
+// Adds the sums from a tile's other parts, in order, to the first part's, and is true in the first part's block. The
 // other blocks send their sums into its ring once the ring is free: each block has one work.
 template <class Tile, int kBlocks, int kSums>
 __device__ bool SumCluster(const WgmmaArguments& arguments, const Ring<Tile>& ring, int warpgroup,
                            float (&sums)[kBlocks][kSums]) {
-  constexpr int kGroups = kSums / 4;  // of 4 sums
+  constexpr int kGroups = kSums / 4;  // 4 sums each
   const int own_part = static_cast<int>(hopper::ClusterRank());
   const auto place = [&](int part, int block, int group) {
     const int line = (warpgroup * kBlocks + block) * kGroups + group;
@@ -145,7 +145,7 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) promoted[block][i] = 0;
     }
-    int pending = -1;   // the stage of the products that may still be running
+    int pending = -1;   // the stage whose products may still be running
     bool fresh = true;  // the sums are to be overwritten
     int since = 0;      // k tiles since the sums were promoted
     const auto multiply = [&]<bool kLoadedByThreads> {
@@ -195,9 +195,9 @@ __device__ void MultiplyAll(const WgmmaArguments& arguments, const Ring<Tile>& r
   store.Finish();
 }
 
-// The tensor cores truncate long sums. So the sums of each k tile are promoted: added to f32 sums in registers. The
-// products of high and low parts come first, so that they are promoted while high parts are multiplied; ptxas takes
-// no more overlap than that.
+// The tensor cores truncate long sums. So each k tile's sums are promoted: added to f32 sums in registers. High times
+// low parts come first, so that they are promoted while high parts are multiplied; ptxas takes no more overlap than
+// that.
 template <class Tile, class P>
 __device__ void MultiplyParts(const WgmmaArguments& arguments, const Ring<Tile>& ring, uint32_t staging, uint32_t bias,
                               int warpgroup) {
@@ -208,7 +208,7 @@ __device__ void MultiplyParts(const WgmmaArguments& arguments, const Ring<Tile>&
   ResultStore<Tile, P> store(arguments, staging, bias, warpgroup);
   RingPlace<Tile> place;
   float high[1][kColumns / 2], mixed[1][kColumns / 2], promoted[1][kColumns / 2];
-  // Begins the products of a stage. add: to the sums.
+  // Begins a stage's products. add: to the sums.
   const auto multiply = [&]<class T>(bool add) {
     ring.Full(place.stage).Wait(place.parity);
     const auto begin = [&](int lhs_part, int rhs_part, auto& sums, bool add) {
@@ -267,13 +267,13 @@ __device__ void MultiplyParts(const WgmmaArguments& arguments, const Ring<Tile>&
   store.Finish();
 }
 
-// A thread's part of a k tile of rhs, 64 columns of a warpgroup, as hopper::MultiplyAddFromRegisters takes it: of two
+// A thread's part in an rhs k tile, 64 columns per warpgroup, as hopper::MultiplyAddFromRegisters takes it: from two
 // adjacent columns the rows 8 i + t and 8 i + t + 4, t = thread % 4.
 class TurnedFragments {
  public:
-  // The first of the two, among the warpgroup's columns. Two warps share a box of 32; a thread reads one half of the 16
-  // bytes with number Piece(). With these numbers and halves the swizzle leads all threads that read at the same time
-  // to different banks.
+  // The first of the two, among the warpgroup's columns. Two warps share a box with 32 columns; a thread reads one half
+  // of the 16-byte piece Piece(). With these numbers and halves the swizzle leads all threads that read at the same
+  // time to different banks.
   static __device__ int Column() { return Box() * 32 + Piece() * 4 + Half() * 2; }
 
   // rhs_tile: the warpgroup's columns.
@@ -290,7 +290,7 @@ class TurnedFragments {
       }
   }
 
-  // Begins the products with a k tile of lhs, all of its kRows rows.
+  // Begins the products with an lhs k tile, all its kRows rows.
   template <int kRows>
   __device__ void Multiply(uint32_t lhs_tile, float (&sums)[kRows / 2], bool add) const {
     const uint64_t lhs = hopper::Descriptor(lhs_tile);
@@ -317,7 +317,7 @@ class TurnedFragments {
 
 template <class Tile, class P>
 __device__ void MultiplyTurned(const WgmmaArguments& arguments, const Ring<Tile>& ring, int warpgroup) {
-  constexpr int kRows = Tile::kRows, kColumns = 64;  // of a warpgroup
+  constexpr int kRows = Tile::kRows, kColumns = 64;  // per warpgroup
   static_assert(Tile::kColumns == Tile::kMultipliers * kColumns && !Tile::kPingPong);
   const WgmmaWorks<Tile, P> works(arguments);
   RingPlace<Tile> place;
@@ -331,7 +331,7 @@ __device__ void MultiplyTurned(const WgmmaArguments& arguments, const Ring<Tile>
   works.ForEach([&](const WgmmaWork& work) {
     const int depth = work.last - work.first;
     const TurnedStore<P> store(arguments.problem, work, work.column + warpgroup * kColumns + TurnedFragments::Column());
-    // The products of k tile i run while the next one's fragments are read.
+    // K tile i's products run while the next fragments are read.
     const auto multiply = [&](int i, TurnedFragments& own, TurnedFragments& next) {
       const int stage = place.stage;
       own.Multiply<kRows>(ring.Lhs(stage), sums[0], i > 0);

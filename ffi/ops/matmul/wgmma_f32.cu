@@ -10,15 +10,14 @@ template <int kRows, int kColumns, int kStages>
 using TurnedTile = WgmmaTile<kRows, kColumns, kColumns / 64, kStages, Schedule::kCooperative, 0>;
 using TurnedTiles = Types<TurnedTile<64, 64, 12>, TurnedTile<128, 64, 8>, TurnedTile<128, 128, 6>,
                           TurnedTile<192, 128, 5>, TurnedTile<256, 128, 4>>;
-// Sums of operands in parts take three times the registers.
+// Sums for operands in parts take three times the registers.
 template <int kRows, int kColumns, int kMultipliers, int kStages>
 using PartsTile = WgmmaTile<kRows, kColumns, kMultipliers, kStages, Schedule::kCooperative, 2, 2>;
 using PartsTiles = Types<PartsTile<64, 128, 1, 4>, PartsTile<128, 128, 2, 3>>;
 
 }  // namespace
 
-// TF32, or f32 in full precision: the products of its parts are exact, but long sums of them in the tensor cores are
-// not.
+// TF32, or f32 in full precision: the parts' products are exact, but their long sums in the tensor cores are not.
 template <>
 cudaError_t LaunchWgmma<float, float>(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
   constexpr Major kDepth = Major::kDepth, kSpace = Major::kSpace;

@@ -10,7 +10,7 @@ using PromotedTiles = Types<WgmmaTile<64, 128, 1, 8>, WgmmaTile<128, 128, 2, 6>,
 
 }  // namespace
 
-// The tensor cores keep sums of 8-bit products to 14 bits: long ones are promoted, or fast.
+// The tensor cores keep sums of 8-bit products to 14 bits: long sums are promoted, or fast.
 template <class T, class V>
 cudaError_t LaunchWgmma(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
   constexpr Major kDepth = Major::kDepth;

@@ -21,8 +21,8 @@
 
 namespace jaxops::matmul {
 
-// Registers per thread: a block's warpgroups share 65,536, in steps of 8. With a single warpgroup that multiplies there
-// are enough without moving any.
+// Registers per thread: a block's warpgroups share 65,536, in steps of 8. A single multiplying warpgroup has enough
+// without moving any.
 inline constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
 
 template <class Tile, class P>
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WgmmaMatmul(const __grid_co
   constexpr int kReady = 6;
   const bool in_pieces = P::kTakesPieces && arguments.in_pieces();
   const int ready_threads = (in_pieces ? kWarpgroup : 32) + Tile::kMultipliers * kWarpgroup;
-  constexpr int kReleases = 4 * (Tile::kPingPong ? 1 : Tile::kMultipliers);  // of a stage: a warp each
+  constexpr int kReleases = 4 * (Tile::kPingPong ? 1 : Tile::kMultipliers);  // per stage: one from each warp
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the compiler knows that it is the same for all lanes
   const int warpgroup = warp / 4;
   const bool summed = Tile::kMostParts > 1 && arguments.summed(), in_cluster = summed || arguments.paired();
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WgmmaMatmul(const __grid_co
         LoadAll<Tile, P>(arguments, ring);
       }
     }
-    if (summed) hopper::ClusterWait();  // needs nothing of others; but racecheck hangs if a thread never waits
+    if (summed) hopper::ClusterWait();  // needs nothing from others; but racecheck hangs if a thread never waits
   } else {
     if (in_cluster) hopper::ClusterArrive();
     hopper::NamedSync(kReady, ready_threads);
@@ -109,7 +109,7 @@ template <class T>
 hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space, int64_t depth, int tile, bool halves) {
   const bool along_depth = major == Major::kDepth, in_parts = operand.scales;
   if (in_parts) depth = operand.stride;  // there are zeros
-  // The tensor cores would cut off what TF32 does not hold; the copy engine rounds.
+  // The tensor cores would cut off the bits that TF32 does not hold; the copy engine rounds.
   const bool rounded = std::is_same_v<T, float> && !in_parts;
   return {operand.data,
           rounded ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : kCopyType<T>,
@@ -121,8 +121,8 @@ hopper::TensorView View(const WgmmaOperand& operand, Major major, int64_t space,
           (along_depth ? tile : static_cast<int>(hopper::kBoxRowBytes / sizeof(T))) >> halves};
 }
 
-// The most elements of a row that threads load: 8 rows are stepped over in 32 bits.
-inline constexpr int64_t kMaxPieces = int64_t{1} << 26;  // of a row (jaxops/_limits.py)
+// The most elements in a row that threads load: 8 rows are stepped over in 32 bits.
+inline constexpr int64_t kMaxPieces = int64_t{1} << 26;  // per row (jaxops/_limits.py)
 
 inline OperandInPieces InPieces(const WgmmaOperand& operand, int64_t rows) {
   const int64_t row_bytes = operand.stride * 2;
@@ -132,7 +132,7 @@ inline OperandInPieces InPieces(const WgmmaOperand& operand, int64_t rows) {
 
 template <class Tile, class P>
 cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
-  using T = typename P::T;  // other 8-bit floats of rhs are all the same to the copy engine
+  using T = typename P::T;  // the copy engine treats all 8-bit floats in rhs alike
   const bool split = plan.partials != nullptr, wide = split || plan.wide_out;
   const bool in_cluster = plan.splits > 1 && !split;
   if (in_cluster && plan.splits > Tile::kMostParts) return cudaErrorNotSupported;
@@ -144,7 +144,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
     if (operand.piece && (paired || !P::kTakesPieces || operand.stride > kMaxPieces)) return cudaErrorNotSupported;
   const int64_t rows = tiles(p.m, Tile::kRows << rhs_shared), columns = tiles(p.n, Tile::kColumns << lhs_shared);
   const int64_t works = rows * columns * p.batches * plan.splits;
-  const int64_t row_packs = tiles(p.n, kPartialCount), packs = p.batches * p.m * row_packs;  // of partial results
+  const int64_t row_packs = tiles(p.n, kPartialCount), packs = p.batches * p.m * row_packs;  // in partial results
   if (std::max({p.m, p.n, p.k, columns * plan.band}) > kMaxMatrixSize || works > kMaxMatrixSize / 2 ||
       (split && packs > kMaxMatrixSize))
     return cudaErrorNotSupported;
@@ -185,7 +185,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
     status = hopper::Describe(View<T>(plan.rhs, P::kRhs, p.n, p.k, Tile::kColumns, rhs_shared), &arguments.rhs);
   const auto describe_edge = [&](const WgmmaOperand& operand, Major major, int64_t space, int tile, TileEdge* edge,
                                  CUtensorMap* map) {
-    constexpr int kGroup = 8;  // rows of the swizzle
+    constexpr int kGroup = 8;  // rows in the swizzle
     const int rest = static_cast<int>(tiles(space % tile, kGroup)) * kGroup;
     if (status != cudaSuccess || P::kInParts || operand.piece || major != Major::kDepth || rest % tile == 0) return;
     *edge = {static_cast<int>(space / tile * tile), (tile - rest) * hopper::kBoxRowBytes};
@@ -222,7 +222,7 @@ cudaError_t LaunchTile(cudaStream_t stream, const Problem& p, const WgmmaPlan& p
                 Divisor32(static_cast<uint32_t>(p.m)), plan.partials, plan.splits);
 }
 
-// The tile of the plan among Tiles.
+// The plan's tile among Tiles.
 template <class P, class... Tiles>
 cudaError_t LaunchPlanned(Types<Tiles...>, cudaStream_t stream, const Problem& p, const WgmmaPlan& plan) {
   cudaError_t status = cudaErrorNotSupported;

@@ -1,9 +1,8 @@
 // matmul on Hopper's tensor cores: how operands get into the ring, by the copy engine (TMA) or by threads.
 //
 // The copy engine needs rows aligned to 16 bytes. Other operands are copied first, or threads load them in pieces of 4
-// or 8 bytes. If rows do not begin at 128 bytes, each lies across two lines of the L2 cache, and loads take twice as
-// long. Two blocks of adjacent tiles then form a cluster and share that operand: each loads half of every tile for
-// both.
+// or 8 bytes. If rows do not begin at 128 bytes, each lies across two L2 lines, and loads take twice as long. Two
+// blocks with adjacent tiles then form a cluster and share that operand: each loads half of every tile for both.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_LOAD_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_LOAD_CUH_
 
@@ -27,7 +26,7 @@ __device__ void LoadBoxInPieces(uint32_t target, const OperandInPieces& operand,
   const uint8_t* from =
       operand.data + slice * operand.slice_bytes + (row + line) * int64_t{operand.row_bytes} + byte + within;
   const int step = operand.row_bytes * kPiece;
-  // Lines 4 apart differ by that bit of the swizzle, lines 8 apart by none.
+  // Lines 4 apart differ by that swizzle bit, lines 8 apart by none.
   const uint32_t place = target + line * hopper::kBoxRowBytes + (within ^ line % 8 * 16);
 #pragma unroll
   for (int first = 0; first < kRows; first += kPiece, from += step)
@@ -57,7 +56,7 @@ __device__ void LoadTileInPieces(uint32_t target, const OperandInPieces& operand
   }
 }
 
-// Loads kSize rows (of m or n) of an operand's k tile.
+// Loads kSize rows (m or n) from an operand's k tile.
 template <Major kMajor, int kSize, int kDepth>
 __device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrier, int first, int k_tile, int slice,
                          bool once = false) {
@@ -65,13 +64,13 @@ __device__ void LoadTile(uint32_t target, const CUtensorMap& map, Barrier barrie
     hopper::LoadBox(target, map, barrier, k_tile * kDepth, first, slice, once);
   } else {
 #pragma unroll
-    for (int box = 0; box < kSize / kDepth; ++box)  // of kDepth rows of 128 bytes, which hold as many elements
+    for (int box = 0; box < kSize / kDepth; ++box)  // kDepth rows, each 128 bytes, which hold as many elements
       hopper::LoadBox(target + box * kDepth * hopper::kBoxRowBytes, map, barrier, first + box * kDepth, k_tile * kDepth,
                       slice, once);
   }
 }
 
-// Loads one half of it for both blocks of a pair. Boxes have half as many rows.
+// Loads half of the tile for both blocks of a pair. Boxes have half as many rows.
 template <Major kMajor, int kSize, int kDepth>
 __device__ void LoadHalf(uint32_t target, const CUtensorMap& map, Barrier barrier, int first, int k_tile, int slice) {
   const int half = static_cast<int>(hopper::ClusterRank());
@@ -100,8 +99,8 @@ struct TileLoads {
               (work.column >= arguments.rhs_edge.first ? arguments.rhs_edge.bytes : 0)) {}
 };
 
-// Calls visit(work, lhs, rhs, fill) for each of the block's works; lhs, rhs: the operands' matrices. fill(load) calls
-// load(stage, k_tile) for each of the work's k tiles as soon as the stage is free. Where the ring goes on from.
+// Calls visit(work, lhs, rhs, fill) for each work in the block; lhs, rhs: the operands' matrices. fill(load) calls
+// load(stage, k_tile) for each k tile in the work, as soon as the stage is free. Where the ring goes on from.
 template <class Tile, class P, class Visit>
 __device__ RingPlace<Tile> FillRing(const WgmmaArguments& arguments, const Ring<Tile>& ring, const Visit& visit) {
   const WgmmaWorks<Tile, P> works(arguments);
@@ -125,8 +124,8 @@ template <class Tile, class P>
 __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring) {
   const auto visit = [&](const WgmmaWork& work, int lhs, int rhs, const auto& fill) {
     const TileLoads loads(arguments, work);
-    // A loop for each way of loading, without branches: multiplying a small tile takes hardly longer than a lane needs
-    // to issue its loads.
+    // One loop per way to load, without branches: multiplying a small tile takes hardly longer than a lane needs to
+    // issue its loads.
     const auto fill_with = [&]<SharedOperand kShared, bool kRhsOnce> {
       fill([&](int stage, int k_tile) {
         if (!hopper::ElectLane()) return;
@@ -156,12 +155,12 @@ __device__ void LoadAll(const WgmmaArguments& arguments, const Ring<Tile>& ring)
     }
   };
   RingPlace<Tile> place = FillRing<Tile, P>(arguments, ring, visit);
-  // Waits until the other block of the pair has used all that this one loaded for it, and arrives here no more.
+  // Waits until the pair's other block has used all that this block loaded for it, and arrives here no more.
   if (arguments.paired())
     for (int i = 0; i < Tile::kStages; ++i, place.Advance()) ring.Empty(place.stage).Wait(place.parity);
 }
 
-// The same by all warps of the warpgroup, if an operand comes in pieces; the first has the copy engine load the other.
+// The same by all the warpgroup's warps, if an operand comes in pieces; the first has the copy engine load the other.
 template <class Tile, class P>
 __device__ void LoadAllInPieces(const WgmmaArguments& arguments, const Ring<Tile>& ring, int warp) {
   const int lhs_piece = arguments.lhs_piece, rhs_piece = arguments.rhs_piece;
@@ -186,13 +185,13 @@ __device__ void LoadAllInPieces(const WgmmaArguments& arguments, const Ring<Tile
   FillRing<Tile, P>(arguments, ring, visit);
 }
 
-// The scales of the blocks (SplitOperand) of a tile's k tile.
+// The block scales (SplitOperand) for a tile's k tile.
 template <class Tile>
 struct TileScales {
   static constexpr int kLhsBlocks = Tile::kRows / kSplitBlock, kRhsBlocks = Tile::kColumns / kSplitBlock;
   float lhs[kLhsBlocks], rhs[kRhsBlocks];
 
-  // Whether all parts are stored in f16. Else they are in TF32, and a stage holds half of a k tile.
+  // Whether f16 stores all parts. Otherwise they are in TF32, and a stage holds half a k tile.
   __device__ bool InF16() const {
     float least = lhs[0];
 #pragma unroll
@@ -203,7 +202,7 @@ struct TileScales {
   }
 };
 
-// The scales of a work's k tiles.
+// The scales for a work's k tiles.
 template <class Tile>
 class ScalesOfWork {
  public:

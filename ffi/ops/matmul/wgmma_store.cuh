@@ -1,8 +1,8 @@
 // matmul on Hopper's tensor cores: how sums in registers become results in memory.
 //
 // ResultStore scales, biases, activates and rounds the sums, and puts them into shared memory for the copy engine.
-// Unaligned rows go out through RowWindows, turned products through TurnedStore. SumPartials adds the partial results
-// of a split k.
+// Unaligned rows go out through RowWindows, turned products through TurnedStore. SumPartials adds a split k's partial
+// results.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_STORE_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_STORE_CUH_
 
@@ -19,10 +19,10 @@
 
 namespace jaxops::matmul {
 
-// 16 rows of a tile, on their way through shared memory in windows of 128 bytes. There, a row begins as many bytes
-// behind a multiple of 16 (its shift) as in memory. So whole pieces of 16 bytes can be stored, and single elements only
-// at the row's two ends. A row has two windows in turn: a piece that reaches beyond one is stored with the next. Rows
-// whose numbers differ by 8 have the same shift.
+// 16 rows of a tile, on their way through shared memory in 128-byte windows. There, a row begins as many bytes after a
+// multiple of 16 (its shift) as in memory. So whole 16-byte pieces can be stored, and single elements only at the row's
+// two ends. A row has two windows in turn: a piece that extends beyond one is stored with the next. Rows whose numbers
+// differ by 8 have the same shift.
 template <class U>
 class RowWindows {
  public:
@@ -31,7 +31,7 @@ class RowWindows {
 
   RowWindows() = default;
   // staging: kStagingBytes, aligned to 256; out: where the first row's part in the tile begins; n: elements from row to
-  // row; rows, columns: that there are.
+  // row; rows, columns: how many there are.
   __device__ RowWindows(uint32_t staging, U* out, int64_t n, int rows, int columns, uint32_t lane)
       : staged_row_(staging + lane / 4 * kRowBytes),
         piece_row_(staging + lane / 8 * kRowBytes),
@@ -51,12 +51,13 @@ class RowWindows {
     }
   }
 
-  // Stores the next window's columns; z: the thread's sums of them, in the order of MultiplyAdd; last: of the rows.
+  // Stores the next window's columns; z: the thread's sums for them, in MultiplyAdd's order; last: the rows' last
+  // window.
   template <int kCount>
   __device__ void Store(int window, const float (&z)[kCount], bool last, uint32_t lane) const {
     static_assert(kCount * 2 == kColumns);
     const uint32_t first = window * kWindow;
-    __syncwarp();  // the window before has been read
+    __syncwarp();  // the previous window has been read
     bool staged = false;
     if constexpr (kBytes == 2) {
       if (words_) StagePairs(first, z);
@@ -75,8 +76,8 @@ class RowWindows {
  private:
   static constexpr int kBytes = sizeof(U), kPiece = 16, kRowBytes = 2 * kWindow;
 
-  // Where byte `at` of a row lies, whose windows begin at `row`. Rows are turned, each by 16 bytes more, so that
-  // threads use all banks of shared memory; `at` counts that, too.
+  // Where byte `at` in a row lies; the row's windows begin at `row`. Each row is turned by 16 bytes more than the one
+  // before, so that threads use all shared-memory banks; `at` counts that, too.
   static __device__ uint32_t Turned(uint32_t row, uint32_t at) { return row | (at % kRowBytes); }
 
   template <int kCount>
@@ -107,7 +108,7 @@ class RowWindows {
     }
   }
 
-  // A lane stores its piece of each fourth row.
+  // A lane stores its piece in each fourth row.
   __device__ void StorePieces(uint32_t first, uint32_t lane) const {
     uint4 pieces[4];
 #pragma unroll
@@ -122,7 +123,7 @@ class RowWindows {
     }
   }
 
-  // What of the first or last piece of each row is the tile's: a lane has an element of some rows.
+  // The tile's elements in each row's first or last piece: a lane has an element in some rows.
   template <bool kLast>
   __device__ void StoreEnds(uint32_t lane) const {
     constexpr uint32_t kElements = kPiece / kBytes;
@@ -165,17 +166,17 @@ class RowWindows {
 
   uint32_t staged_row_, staged_;  // the thread's first two elements: their row's windows, their place
   uint32_t piece_row_, pieces_;   // the lane's pieces
-  uintptr_t to_[2];               // of its first two rows, aligned
+  uintptr_t to_[2];               // its first two rows', aligned
   int shift_[2], bytes_, rows_;
   int64_t eight_rows_;
   bool words_;  // all rows are aligned to 4 bytes
 };
 
-// Group `index` of kSize sums, chosen at run time by halving: indices into registers must be constants.
+// Group `index` with kSize sums, chosen at run time by halving: register indices must be constants.
 template <int kFirst, int kCount, int kBlocks, int kSums, int kSize>
 __device__ void SelectGroup(const float (&sums)[kBlocks][kSums], int index, float (&group)[kSize]) {
   if constexpr (kCount == 1) {
-    constexpr int kGroups = kSums / kSize;  // of a block
+    constexpr int kGroups = kSums / kSize;  // per block
 #pragma unroll
     for (int i = 0; i < kSize; ++i) group[i] = sums[kFirst / kGroups][kFirst % kGroups * kSize + i];
   } else if (index < kFirst + kCount / 2) {
@@ -266,14 +267,14 @@ class ResultStore : public StagedBoxes<Tile> {
   using Result = typename P::Result;
   using Sums = float[Tile::kBlocks][Tile::kColumns / 2];  // as in hopper::MultiplyAdd, 64 rows a block
 
-  // staging: the warpgroup's; bias: of all that multiply.
+  // staging: the warpgroup's; bias: shared by all that multiply.
   __device__ ResultStore(const WgmmaArguments& arguments, uint32_t staging, uint32_t bias, int warpgroup)
       : Boxes(staging),
         arguments_(arguments),
         bias_(bias + (Tile::kPingPong ? warpgroup * Tile::kColumns * 4 : 0)),
         warpgroup_(warpgroup) {}
 
-  // Begins to fetch the bias of a tile's columns, if it is the same for all rows; before its sums are ready.
+  // Begins to fetch the bias for a tile's columns, if it is the same for all rows; before its sums are ready.
   __device__ void FetchBias(const WgmmaWork& work) const {
     const Problem& p = arguments_.problem;
     if (!HasColumnBias()) return;
@@ -292,7 +293,7 @@ class ResultStore : public StagedBoxes<Tile> {
     SyncTile();
   }
 
-  // The rows from `row` on and the columns of the work's tile.
+  // The rows from `row` on and the columns in the work's tile.
   __device__ void Store(const Sums& sums, int row, const WgmmaWork& work) {
     if (std::is_same_v<Result, float> || arguments_.wide_out) {
       StoreAs<float>(sums, row, work);
@@ -357,15 +358,15 @@ class ResultStore : public StagedBoxes<Tile> {
   // kernels were up to half slower, probably for want of room in the instruction cache.
   template <class U>
   __device__ void StoreFinished(const Sums& sums, int first_row, const WgmmaWork& work) {
-    // Columns of a buffer; of a group of sums, the more the better while there are registers.
+    // Columns per buffer, and per group of sums: the more the better while registers last.
     constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U);
     constexpr int kGroup = Tile::kBlocks * Tile::kColumns <= 256 ? kWidth : 16;
     constexpr int kGroups = Tile::kColumns / kGroup, kCount = Tile::kBlocks * kGroups;
     const Problem& p = arguments_.problem;
     const bool boxes = !Tile::kStoresAnyRows || arguments_.boxes_out;
-    const bool twice = p.preactivation && !boxes;  // there is room for one of them at a time
+    const bool twice = p.preactivation && !boxes;  // there is room for only one of them at a time
     const float scale = Scale(work);
-    uint32_t buffer = 0, before = 0;  // of results and preactivations
+    uint32_t buffer = 0, before = 0;  // for results and preactivations
     [[maybe_unused]] RowWindows<U> windows;
 #pragma unroll 1
     for (int step = 0; step < kCount << twice; ++step) {
@@ -411,7 +412,7 @@ class ResultStore : public StagedBoxes<Tile> {
     }
   }
 
-  // z: the thread's 8 of each 16 columns, in the order of MultiplyAdd; bias: these columns' in shared memory.
+  // z: the thread's 8 sums in each 16 columns, in MultiplyAdd's order; bias: these columns' in shared memory.
   template <int kCount>
   static __device__ void AddColumnBias(float (&z)[kCount], uint32_t bias) {
     const uint32_t own = bias + lane() % 4 * 8;
@@ -441,13 +442,13 @@ class ResultStore : public StagedBoxes<Tile> {
   const int warpgroup_;
 };
 
-// A thread's way from sums of a tile to memory. It has pairs of adjacent columns (2 i + h, h = column) in two adjacent
-// rows, every 8 rows. The result's rows are aligned to 16 bytes, because the rows of rhs are.
+// A thread's way from a tile's sums to memory. It has pairs of adjacent columns (2 i + h, h = column) in two adjacent
+// rows, every 8 rows. The result's rows are aligned to 16 bytes, because rhs's rows are.
 template <class P>
 class TurnedStore {
  public:
-  // Before the sums are ready: fetches the bias of the thread's columns, if it is the same for all rows. column: the
-  // first of them.
+  // Before the sums are ready: fetches the bias for the thread's columns, if it is the same for all rows. column: the
+  // first one.
   __device__ TurnedStore(const Problem& p, const WgmmaWork& work, int column)
       : p_(p), work_(work), row_(work.row + threadIdx.x % 4 * 2), column_(column) {
     if (p.scale) scale_ = static_cast<const float*>(p.scale)[p.batch.At(work.batch).scale];
@@ -460,7 +461,7 @@ class TurnedStore {
     const int64_t first = (int64_t{work_.slice} * p_.m + row_) * p_.n + column_;
     const bool same = p_.bias_row_stride == 0;  // the bias, for all rows
     if (!p_.preactivation && p_.activation == Activation::kNone && same) {
-      // Without this sum ptxas would move all sums in each k tile, to and from the pairs of registers that are stored.
+      // Without this sum ptxas would move all sums in each k tile, to and from the register pairs that are stored.
       StoreGroups<kSums>(p_.out, first, 0,
                          [&](int i) { return fmaf(sums[0][i], scale_, i % 4 < 2 ? bias_.x : bias_.y); });
       return;
@@ -485,12 +486,12 @@ class TurnedStore {
   }
 
  private:
-  // The bias of a row and a column, counted from the first ones.
+  // The bias for a row and a column, counted from the first ones.
   __device__ const float* Bias(int row, int column) const {
     return static_cast<const float*>(p_.bias) + p_.batch.At(work_.batch).bias +
            min(int64_t{row_ + row}, p_.m - 1) * p_.bias_row_stride + (column_ + column) * p_.bias_column_stride;
   }
-  // kCount values, of groups of 8 rows from `group` on.
+  // kCount values, from groups of 8 rows, from `group` on.
   template <int kCount, class Value>
   __device__ void StoreGroups(void* target, int64_t first, int group, const Value& value) const {
     float* const out = static_cast<float*>(target) + first + group * 8 * p_.n;
@@ -510,13 +511,14 @@ class TurnedStore {
   float2 bias_ = {};
 };
 
-// out = activation(the sum of the partial results, in order, + bias). A block takes 32 packs of 4 adjacent elements; a
-// warp sums every 8th partial result, the first warp their sums. row_packs, rows: packs of a row, rows of a matrix.
+// out = activation(the partial results' sum, in order, + bias). A block takes 32 packs, each with 4 adjacent elements;
+// a warp sums every 8th partial result, and the first warp sums the warps' results. row_packs, rows: packs per row,
+// rows per matrix.
 inline constexpr int kPartialCount = 4, kPartialWarps = 8;
 template <class U>
 __global__ void __launch_bounds__(kPartialWarps * 32)
     SumPartials(const Problem p, const Divisor32 row_packs, const Divisor32 rows, const float* partials, int splits) {
-  constexpr int kAtOnce = 8;  // loads of a thread under way
+  constexpr int kAtOnce = 8;  // a thread's loads in flight
   __shared__ float4 sums[kPartialWarps][32];
   const int64_t size = p.batches * p.m * p.n;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

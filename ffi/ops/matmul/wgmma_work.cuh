@@ -1,17 +1,17 @@
-// matmul on Hopper's tensor cores (wgmma): the tiles, the work of a block, and the ring of stages that a block's warps
-// share. Read the files of the kernel in this order: wgmma_work, wgmma_load, wgmma_compute, wgmma_store, wgmma_launch.
+// matmul on Hopper's tensor cores (wgmma): the tiles, a block's work, and the ring of stages that a block's warps
+// share. Read the kernel's files in this order: wgmma_work, wgmma_load, wgmma_compute, wgmma_store, wgmma_launch.
 //
-// A block has one warpgroup that loads and one or two that multiply. Tiles of the operands pass through a ring of
-// stages in shared memory. A `full` barrier says that a stage has arrived, an `empty` one that it may be filled again.
-// Blocks are persistent. They take tiles of the result in turn, in bands of tile rows that go back and forth, so that
-// blocks which run together share operands in the L2 cache.
+// A block has one warpgroup that loads and one or two that multiply. Operand tiles pass through a ring of stages in
+// shared memory. A `full` barrier says that a stage has arrived, an `empty` one that it may be filled again. Blocks are
+// persistent. They take result tiles in turn, in bands of tile rows that go back and forth, so that blocks that run
+// together share operands in the L2 cache.
 //
-// Two warpgroups that multiply work in one of two ways. Cooperative: each takes half of a tile's rows. Ping-pong: each
+// Two multiplying warpgroups work in one of two ways. Cooperative: each takes half of a tile's rows. Ping-pong: each
 // takes whole tiles, and stores one while the other multiplies.
 //
-// k may be split in parts. Their sums are added in a fixed order: by the first block of a cluster, after
-// the others have sent them to its shared memory; or, if there are many parts, by a kernel that reads f32 partial
-// results from memory.
+// k may be split in parts. Their sums are added in a fixed order: by a cluster's first block, after the others have
+// sent their sums to its shared memory; or, if there are many parts, by a kernel that reads f32 partial results from
+// memory.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_WORK_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_WORK_CUH_
 
@@ -39,8 +39,7 @@ using hopper::Major;
 
 enum class Schedule { kCooperative, kPingPong };
 
-// The result's tile of one block, the warpgroups that multiply, and the stages of the ring. kParts: tiles of each
-// operand in a stage.
+// One block's result tile, the warpgroups that multiply, and the ring's stages. kParts: tiles per operand in a stage.
 template <int kRows_, int kColumns_, int kMultipliers_, int kStages_, Schedule kSchedule_ = Schedule::kCooperative,
           int kStaging_ = 2, int kParts_ = 1>
 struct WgmmaTile {
@@ -48,44 +47,44 @@ struct WgmmaTile {
   static constexpr int kParts = kParts_;
   static constexpr bool kPingPong = kSchedule_ == Schedule::kPingPong;
   static constexpr int kThreads = (kMultipliers + 1) * kWarpgroup;
-  static constexpr int kBlocks = kRows / 64 / (kPingPong ? 1 : kMultipliers);  // of 64 rows, a warpgroup
-  // Else the copy engine stores results: with a whole tile's sums of a warpgroup in registers there is no room for
-  // more.
+  static constexpr int kBlocks = kRows / 64 / (kPingPong ? 1 : kMultipliers);  // 64 rows each, per warpgroup
+  // Otherwise the copy engine stores results: while a warpgroup has a whole tile's sums in registers, there is no room
+  // for more.
   static constexpr bool kStoresAnyRows = !kPingPong;
   static constexpr int kLhsBytes = kRows * hopper::kBoxRowBytes, kRhsBytes = kColumns * hopper::kBoxRowBytes;
   static constexpr int kStageBytes = kParts * (kLhsBytes + kRhsBytes);
-  static constexpr int kStagingBuffers = kStaging_;  // of 64 rows by 128 bytes: a warpgroup's results on their way out
+  static constexpr int kStagingBuffers = kStaging_;  // 64 rows by 128 bytes: a warpgroup's results on their way out
   static constexpr int kStagingBytes = kStagingBuffers * kBlockBytes;
   static constexpr int kBarrierBytes = (2 * kStages + 2) * 8;
   static constexpr int kSumBytes = kRows * kColumns * 4;
-  static constexpr int kSums = kRows * kColumns / kWarpgroup / (kPingPong ? 1 : kMultipliers);  // of a thread
-  static constexpr int kBiasBytes = kColumns * 4 * (kPingPong ? 2 : 1);                         // of a tile in work
+  static constexpr int kSums = kRows * kColumns / kWarpgroup / (kPingPong ? 1 : kMultipliers);  // per thread
+  static constexpr int kBiasBytes = kColumns * 4 * (kPingPong ? 2 : 1);                         // for tiles in work
   static constexpr int kSharedBytes =  // 1024: to align the stages
       1024 + kStages * kStageBytes + kMultipliers * kStagingBytes + kBarrierBytes + kBiasBytes;
-  // The most parts of a tile that a cluster may sum: there must be room for the sums of all but one in the ring.
+  // The most parts per tile that a cluster may sum: the ring must have room for all parts' sums except one.
   static constexpr int kMostParts = kPingPong || kSums > 64 ? 1 : std::min(8, 1 + kStages * kStageBytes / kSumBytes);
   static_assert(kRows % 64 == 0 && kColumns % 64 == 0 && kSharedBytes + 1024 <= 228 << 10);
 };
 
-// What is multiplied, and how. T, V: the operands' types (float: TF32). kPromotes: the tensor cores' sums, which are
-// truncated at each step, are added to f32 sums in registers after every few k tiles. kInParts: f32 operands that
-// SplitOperands has split.
+// Which numbers are multiplied, and how. T, V: the operands' types (float: TF32). kPromotes: the tensor cores' sums,
+// which are truncated at each step, are added to f32 sums in registers after every few k tiles. kInParts: f32 operands
+// that SplitOperands has split.
 template <class T_, class V_, Major kLhs_, Major kRhs_, bool kPromotes_ = false, bool kInParts_ = false>
 struct Product {
   using T = T_;
   using V = V_;
   static constexpr Major kLhs = kLhs_, kRhs = kRhs_;
   static constexpr bool kPromotes = kPromotes_, kInParts = kInParts_;
-  static constexpr int kDepth = hopper::kBoxRowBytes / sizeof(T) * (kInParts ? 2 : 1);  // of a k tile
+  static constexpr int kDepth = hopper::kBoxRowBytes / sizeof(T) * (kInParts ? 2 : 1);  // per k tile
   static constexpr bool kTakesPieces = sizeof(T) == 2;                                  // operands that threads load
   static constexpr bool kTurned = sizeof(T) == 4 && kRhs == Major::kSpace;              // see wgmma_compute.cuh
   using Result = WgmmaResult<T>;
-  // Of the activations of results of type U.
+  // For activations of results with type U.
   template <class U>
   static constexpr Accuracy kAccuracy = sizeof(T) == 4 && !kInParts ? Accuracy::kNarrow : kAccuracyFor<U>;
 };
 
-// Which matrices of the operands a batch index multiplies.
+// The operand matrices that a batch index multiplies.
 struct MatrixIndices {
   int axes;
   Divisor32 sizes[kMaxBatchAxes];
@@ -113,11 +112,10 @@ struct MatrixIndices {
   }
 };
 
-// The order in which tiles (or pairs of such) come: bands of tile rows that go back and forth, matrix by matrix, part
-// of k by part of k.
+// The order of tiles (or tile pairs): bands of tile rows that go back and forth, matrix by matrix, k part by k part.
 struct Raster {
   uint32_t rows, columns, depth;  // in tiles
-  uint32_t part_count, count;     // works of each part of k, and all
+  uint32_t part_count, count;     // works in each k part, and in all
   uint32_t splits;
   Divisor32 matrix, band;  // how many tiles each has
   Divisor32 batches, band_rows, last_band_rows;
@@ -145,7 +143,7 @@ struct OperandInPieces {
   int rows, row_bytes;
 };
 
-// Where an operand's last tiles begin, if they reach beyond its rows. Only rows that exist are loaded: loads of others
+// Where an operand's last tiles begin, if they extend beyond its rows. Only rows that exist are loaded: loading others
 // would take longer. bytes: how many fewer.
 struct TileEdge {
   int first = std::numeric_limits<int>::max();
@@ -156,20 +154,20 @@ struct TileEdge {
 // fetched when it is first read, which takes hundreds of cycles.
 struct WgmmaArguments {
   Raster raster;
-  int parts;  // 1, or the splits of k: a cluster's blocks each have a part of a tile
+  int parts;  // 1, or how often k is split: each block in a cluster has a part of a tile
   SharedOperand shared;
   int stage_bytes;  // that the copy engine loads
   TileEdge lhs_edge, rhs_edge;
-  int lhs_piece, rhs_piece;  // bytes that rows are aligned to, 4 or 8, of operands that threads load; else 0
-  bool rhs_once;             // each element of it is loaded by one block, once
+  int lhs_piece, rhs_piece;  // row alignment in bytes, 4 or 8, if threads load the operand; else 0
+  bool rhs_once;             // each element is loaded by one block, once
   Triangle triangle;         // the problem's; lhs_transposed too
   bool lhs_transposed;
   const int32_t* unfit;  // if not null and not 0: leave, another kernel does it
   MatrixIndices matrices;
-  int promote;                           // k tiles after which sums are promoted
+  int promote;                           // after this many k tiles sums are promoted
   bool wide_out;                         // results are f32, whatever the operands
   bool boxes_out;                        // results can be stored by the copy engine
-  const float *lhs_scales, *rhs_scales;  // of f32 in parts
+  const float *lhs_scales, *rhs_scales;  // for f32 in parts
   OperandInPieces lhs_pieces, rhs_pieces;
   Problem problem;
   CUtensorMap lhs, rhs, lhs_at_edge, rhs_at_edge, out, preactivation;
@@ -179,12 +177,12 @@ struct WgmmaArguments {
   __device__ bool summed() const { return parts > 1; }
 };
 
-// A tile of the result and a range of k, which is never empty.
+// A result tile and a k range, which is never empty.
 struct WgmmaWork {
   int row, column;
   int first, last;  // k tiles
   int batch;
-  int slice;  // of out
+  int slice;  // in out
 };
 
 template <class Tile, class P>
@@ -220,7 +218,7 @@ class WgmmaWorks {
     const Divisor32& height =
         first_row + raster.band_rows.divisor > raster.rows ? raster.last_band_rows : raster.band_rows;
     uint32_t column = height.Divide(within), row = first_row + within - column * height.divisor;
-    // Where rows differ in their work, blocks get early and late ones in turn.
+    // If rows differ in their work, blocks get early and late ones in turn.
     const bool turned = arguments_.triangle != Triangle::kNone && batch % 2;
     if (turned) row = raster.rows - 1 - row;
     if (band % 2) column = raster.columns - 1 - column;
@@ -240,8 +238,8 @@ class WgmmaWorks {
     return work;
   }
 
-  // Entries of lhs above the diagonal need not be multiplied. One k tile, perhaps of zeros, remains: sums that began as
-  // zeros instead would make ptxas serialise the products.
+  // lhs entries above the diagonal need not be multiplied. One k tile, perhaps all zeros, remains: with sums that began
+  // as zeros instead, ptxas would serialise the products.
   __device__ void SkipZeros(WgmmaWork& work) const {
     if (arguments_.lhs_transposed) {
       work.first = min(max(work.first, work.row / P::kDepth), work.last - 1);
@@ -249,7 +247,7 @@ class WgmmaWorks {
       work.last = max(min(work.last, (work.row + Tile::kRows + P::kDepth - 1) / P::kDepth), work.first + 1);
     }
   }
-  // Entries of the result above the diagonal need not be written.
+  // Result entries above the diagonal need not be written.
   __device__ bool IsLeftOut(const WgmmaWork& work) const {
     return arguments_.triangle == Triangle::kResult && work.column >= work.row + Tile::kRows;
   }
@@ -257,7 +255,7 @@ class WgmmaWorks {
   const WgmmaArguments& arguments_;
 };
 
-// The place in the ring: stages come round, and with each round the parity of their barriers' phase changes.
+// The place in the ring: stages recur, and the parity of their barriers' phase changes with each round.
 template <class Tile>
 struct RingPlace {
   int stage = 0;

@@ -1,5 +1,5 @@
-// layer_norm (centred) and rms_norm (not centred) on CUDA devices. Each direction of each op has a file of its own
-// beside this one, so that more processors can share the build.
+// layer_norm (centred) and rms_norm (not centred) on CUDA devices. Each op and direction has a separate file next to
+// this one, so that more processors can share the build.
 #ifndef JAXOPS_OPS_NORM_NORM_CUH_
 #define JAXOPS_OPS_NORM_NORM_CUH_
 
@@ -22,7 +22,7 @@ struct Product {
   }
 };
 
-// Which positions count in the statistics, as an expression of 0 and 1; 1 everywhere unless kWhere.
+// The positions that count in the statistics, as an expression of 0 and 1; 1 everywhere unless kWhere.
 template <bool kWhere, class A>
 __device__ auto Weights(const auto& row, const uint8_t* where) {
   if constexpr (kWhere) {
@@ -35,8 +35,8 @@ __device__ auto Weights(const auto& row, const uint8_t* where) {
   }
 }
 
-// y = (x - mean) rstd scale + bias; mean and rstd = 1 / sqrt(var(x) + epsilon) are kept for the backward pass.
-// The variance comes from the deviations: exact also where mean(x)^2 >> var(x). Without centring, mean is 0.
+// y = (x - mean) rstd scale + bias; mean and rstd = 1 / sqrt(var(x) + epsilon) are kept for the backward pass. The
+// variance comes from the deviations: exact even if mean(x)^2 >> var(x). Without centring, mean is 0.
 template <bool kCentred, bool kWhere, class T>
 struct NormForwardOp {
   using A = Accumulator<T>;
@@ -80,7 +80,7 @@ struct NormForwardOp {
     const auto values = row.LoadSum(x, residual, sum);
     Finish(row, values, parameters, row.Join(PartOf(row, values)));
   }
-  // The same in two halves.
+  // As above, in two halves.
   __device__ auto Begin(const auto& row, const auto&, int) const { return PartOf(row, row.LoadSum(x, residual, sum)); }
   __device__ void End(const auto& row, const auto& parameters, int, const auto& moments) const {
     Finish(row, row.template Load<0>(residual ? Tensor<const T>(sum) : x), parameters, moments);
@@ -115,7 +115,7 @@ struct NormForwardOp {
 
 // With x^ = (x - mean) rstd, g = dy scale and w = 1 / (how many positions count) where they do:
 //   dx = rstd (g - w (sum(g) + x^ sum(g x^))) + dsum        (sum(g) only if centred)
-// and, where sums of columns are wanted, the rows' shares of dscale = sum(dy x^) and dbias = sum(dy).
+// and, if column sums are wanted, the rows' shares of dscale = sum(dy x^) and dbias = sum(dy).
 template <bool kCentred, bool kWhere, class T>
 struct NormBackwardOp {
   using A = Accumulator<T>;
@@ -165,7 +165,7 @@ struct NormBackwardOp {
     const auto sums = row.Join(PartOf(row, cotangent, normalised, gradient, sums_of_columns...));
     Finish(row, parameters, statistics, gradient, normalised, row.Same(A{1}), sums);
   }
-  // The same in two halves.
+  // As above, in two halves.
   __device__ auto Begin(const auto& row, const auto& parameters, const auto& statistics,
                         auto&... sums_of_columns) const {
     const auto cotangent = row.template Load<1>(dy);
@@ -185,7 +185,7 @@ struct NormBackwardOp {
   static __device__ auto Normalised(const auto& values, const auto& statistics) {
     return rows::Map(Product{}, Deviation(values, statistics), statistics.second);
   }
-  // Of sum(g) and sum(g x^).
+  // For sum(g) and sum(g x^).
   __device__ auto PartOf(const auto& row, const auto& cotangent, const auto& normalised, const auto& gradient,
                          auto&... sums_of_columns) const {
     const auto add_columns = [&](int pack, int column) {
@@ -224,7 +224,7 @@ struct NormBackwardOp {
   }
 };
 
-// dscale = sum(dy x^), dbias = sum(dy), over the rows of a group.
+// dscale = sum(dy x^), dbias = sum(dy), over a group's rows.
 template <bool kCentred, class T>
 struct ParameterGradients {
   using A = Accumulator<T>;
@@ -255,7 +255,7 @@ struct ParameterGradients {
   }
 
  private:
-  // An element's share of dscale.
+  // An element's share in dscale.
   static __device__ A ScaleShare(A value, A g, A m, A r) { return g * ((value - m) * r); }
 };
 

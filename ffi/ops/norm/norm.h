@@ -1,10 +1,10 @@
-// The operands of layer_norm (centred) and rms_norm (not centred), checked; shared by the CPU and the CUDA handlers.
+// layer_norm's (centred) and rms_norm's (not centred) operands, checked; shared by the CPU and the CUDA handlers.
 //   forward:  x, [residual], [scale], [bias], [where]          -> y, [sum], [mean], rstd, [parts]
 //   backward: x, [scale], [where], [mean], rstd, dy, [dsum]    -> dx, [workspace, [dscale], [dbias]], [parts]
 // Only layer_norm has mean. With a residual, x + residual is normalised and is the result `sum`; the backward pass
 // takes this sum as x and adds its cotangent dsum to dx. Only positions where `where` is true count in the statistics.
 // scale, bias, their gradients, mean and rstd have the accumulator's dtype. parts is a workspace that lets a GPU split
-// rows if there is no `where`; see CheckParts.
+// rows without `where`; see CheckParts.
 #ifndef JAXOPS_OPS_NORM_NORM_H_
 #define JAXOPS_OPS_NORM_NORM_H_
 
@@ -20,9 +20,9 @@ namespace jaxops {
 struct NormCall {
   enum Slot { kFull, kRow, kScale, kBias, kWhere, kSum, kSlots };  // kSum: dscale and dbias
 
-  RowShape<kSlots> shape, ungrouped;  // ungrouped: the same with all rows in one group
+  RowShape<kSlots> shape, ungrouped;  // ungrouped: with all rows in one group
   std::optional<AnyBuffer> x, residual, scale, bias, where;
-  std::optional<AnyBuffer> y, sum, mean, rstd;  // results of the forward pass; mean and rstd: operands of the backward
+  std::optional<AnyBuffer> y, sum, mean, rstd;  // forward results; mean and rstd: backward operands
   std::optional<AnyBuffer> dy, dsum, dx;
   std::optional<AnyBuffer> parts;
   SummedResults sums;  // dscale and dbias if present, in this order
@@ -43,7 +43,7 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
   Parser parser(handler);
   BufferReader arg(handler, args);
   BufferReader result(handler, results);
-  // The next operand or result, of dtype `type`: a full one, or one with its own layout, which `place` checks.
+  // The next operand or result, with dtype `type`: a full one, or one with its own layout, which `place` checks.
   const auto take_full = [&](auto& source, const char* name, bool present, DataType type, auto* out) {
     if (!present) return Error::Success();
     JAXOPS_RETURN_IF_ERROR(source.Take(out));
@@ -103,7 +103,7 @@ inline Error ParseNorm(const char* handler, bool backward, bool centred, const N
                            : ParseSums(handler, call->shape, wide, *workspace, gradients, &call->sums);
 }
 
-// The handlers of both ops, from Forward<centred> and Backward<centred>.
+// Both ops' handlers, from Forward<centred> and Backward<centred>.
 #define JAXOPS_NORM_FORWARD(op, centred)                            \
   JAXOPS_HANDLER(op##_fwd, (jaxops::Forward<centred>),              \
                  RemainingArgs()                                    \

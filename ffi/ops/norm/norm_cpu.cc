@@ -6,7 +6,7 @@
 namespace jaxops {
 namespace {
 
-// sum = x + residual, rounded to the type of x.
+// sum = x + residual, rounded to x's type.
 template <class Loop, class A>
 JAXOPS_INLINE void AddResidual(const Loop& loop, DataType type, const A* x, const A* residual, A* sum) {
   VisitElement<A>(type, [&]<class T> {

@@ -65,7 +65,7 @@ struct SoftmaxBackward : LogitsOp<kOptions, 2> {
     const auto cotangent = row.template Load<1>(dy);
     Finish(row, p, cotangent, scale, row.Join(PartOf(row, p, cotangent)));
   }
-  // The same in two halves.
+  // As above, in two halves.
   __device__ auto Begin(const auto& row, int, const auto&) const {
     return PartOf(row, row.template Load<0>(y), row.template Load<1>(dy));
   }
