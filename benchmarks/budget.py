@@ -198,11 +198,10 @@ def run(settings: harness.Settings) -> bool:
         settings.console.print("FAILED budget: it reads a GPU's profile, and there is no GPU", style="red")
         return False
     cases: Sequence[Any] = models.QUICK if settings.quick else models.CASES
-    selected = settings.select(cases, lambda case: f"budget {case.label}")
+    every = [(case, name) for case in cases for name in (models.BASELINE, "swapped", "jaxops")]
+    selected = settings.select(every, lambda pair: f"budget {pair[0].label}: {pair[1]}")
     rates = ceilings()
     settings.console.print(f"ceilings: {rates[0] / 1e12:.0f} TFLOP/s, {rates[1] / 1e12:.2f} TB/s")
-    for case in selected:
-        floor = floors(case, *rates)
-        for name in (models.BASELINE, "swapped", "jaxops"):
-            _show(case, name, profile(case, name), floor, settings)
+    for case, name in selected:
+        _show(case, name, profile(case, name), floors(case, *rates), settings)
     return True
