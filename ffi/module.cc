@@ -1,4 +1,4 @@
-// The Python face of one half of jaxops: compiled once as jaxops/_cpu and once, with JAXOPS_CUDA, as jaxops/_cuda.
+// The Python interface to one half of jaxops: compiled once as jaxops/_cpu and once, with JAXOPS_CUDA, as jaxops/_cuda.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -56,7 +56,7 @@ static nb::dict PlanRows(int64_t row_count, int64_t columns, const std::string& 
   return out;
 }
 
-// See TriedOr in rows/plan.h. False: there is no such kernel; the chosen plans it is then.
+// See TriedOr in rows/plan.h. If there is no such kernel, it returns false and the chosen plans apply.
 static bool TryPlan(const std::string& kernel, int packs, int lanes, int cluster) {
   rows::tried_plan = {};
   for (int k = 0; k < static_cast<int>(rows::Kernel::kNone); ++k) {

@@ -1,4 +1,4 @@
-// Type lists, the dtypes' device types, and packs of elements.
+// Type lists, the dtypes' device types, and packs, that is elements that a thread takes at once.
 #ifndef JAXOPS_CORE_TYPES_CUH_
 #define JAXOPS_CORE_TYPES_CUH_
 
@@ -51,12 +51,12 @@ inline constexpr DataType kDataType<__half> = DataType::F16;
 template <>
 inline constexpr DataType kDataType<__nv_bfloat16> = DataType::BF16;
 
-// Stands for f32, f16 or bf16 in kernels whose tensors tell their dtypes at run time. Elements are held as floats.
+// Stands for f32, f16 or bf16 in kernels whose tensors carry their dtypes at run time. Elements are held as floats.
 struct AnyFloat {
   float value;
 };
 
-// A tensor that tells its dtype at run time.
+// A tensor that carries its dtype at run time.
 struct AnyTensor {
   void* data = nullptr;  // null: absent
   DataType type = DataType::F32;
@@ -68,10 +68,10 @@ struct AnyTensor {
   }
 };
 
-// How an op holds a tensor: a pointer, unless it tells its dtype.
+// The type with which an op holds a tensor: a pointer, unless the tensor carries its dtype.
 template <class T>
 using Tensor = std::conditional_t<std::is_same_v<std::remove_const_t<T>, AnyFloat>, AnyTensor, T*>;
-// How registers hold one of its elements.
+// The type with which registers hold one of a tensor's elements.
 template <class Tensor>
 using ElementOf =
     std::conditional_t<std::is_same_v<Tensor, AnyTensor>, float, std::remove_const_t<std::remove_pointer_t<Tensor>>>;
@@ -87,8 +87,8 @@ struct Pair {
   using Output = U;
 };
 
-// Calls visit.operator()<T>() -> Error for the dtypes of an op's input and its result, which are equal, or one of them
-// f32 (jaxops/_rows.py reduces other pairs to these): AnyFloat if they differ.
+// Calls visit.operator()<T>() -> Error for an op's input and result dtypes. They are equal, or one is f32
+// (jaxops/_rows.py reduces other pairs to these); if they differ, T is AnyFloat.
 template <class Visit>
 Error VisitDtype(const char* handler, DataType input, DataType output, const Visit& visit) {
   if (input == output) {
@@ -175,7 +175,7 @@ template <int N>
 struct HalfMasks {
   uint32_t words[N / 2];
 
-  // The pack's elements under ones, `other` elsewhere.
+  // The pack's elements where the mask has ones, `other` elsewhere.
   template <class T>
   __device__ Pack<T, N> Choose(const Pack<T, N>& pack, T other) const {
     Pack<T, N> out;
@@ -191,7 +191,7 @@ struct HalfMasks {
   }
 };
 
-// Each element: the larger of the two packs' elements; if one is NaN, the other.
+// For each element, the larger one in the two packs; if one is NaN, the other.
 template <class T, int N>
   requires(sizeof(T) == 2 && N % 2 == 0)
 __device__ Pack<T, N> Larger(const Pack<T, N>& a, const Pack<T, N>& b) {
@@ -205,7 +205,7 @@ __device__ Pack<T, N> Larger(const Pack<T, N>& a, const Pack<T, N>& b) {
   return out;
 }
 
-// Elements a pack: 16 bytes.
+// Elements per pack: 16 bytes.
 template <class T>
 inline constexpr int kPackOf = 16 / sizeof(T);
 

@@ -1,6 +1,7 @@
-// Sums over the rows of each group, column by column, of up to two functions of the elements: parameter gradients.
-// Each chunk of rows is summed by its own blocks into the workspace; a second kernel adds the chunks in their order, so
-// that the result is the same in every run. Few rows need no chunks.
+// Sums over the rows of each group, column by column, of up to two functions of the elements: parameter gradients. Each
+// chunk of rows is summed by its own blocks into the workspace, and a second kernel adds the chunks in their order.
+// Therefore every run gives the same result. If there are few rows, no chunks are needed. docs/adding.md explains
+// group, chunk and pack.
 #ifndef JAXOPS_ROWS_COLUMN_SUMS_CUH_
 #define JAXOPS_ROWS_COLUMN_SUMS_CUH_
 
@@ -13,8 +14,8 @@
 
 namespace jaxops::rows {
 
-// Where the sums go; null for one that is not wanted. The workspace has a plane [groups, chunks, columns] for each that
-// is; plane: from one sum to the next in it, so 0 while there is only one.
+// Where the sums go. A pointer is null if its sum is not wanted. The workspace has one plane [groups, chunks, columns]
+// for each wanted sum. plane: the distance from one sum to the next, so 0 if there is only one.
 template <class A>
 struct SumResults {
   int64_t chunks, plane;
@@ -29,7 +30,7 @@ struct SumResults {
                 second ? static_cast<A*>(sums.results[first ? 1 : 0]) : nullptr} {}
 };
 
-// The sums where x is empty: 0, if there are any.
+// If x is empty, the sums are 0; this writes them, if any are wanted.
 template <class A, int kSlots>
 cudaError_t ClearSums(cudaStream_t stream, const SumResults<A>& results, const RowShape<kSlots>& shape) {
   const size_t bytes = sizeof(A) * shape.groups.total * shape.columns.total;
@@ -39,9 +40,9 @@ cudaError_t ClearSums(cudaStream_t stream, const SumResults<A>& results, const R
   return status;
 }
 
-// A block takes kTile columns, and each kTile of its threads one after another of the chunk's rows. Rows of adjacent
-// elements: 32 columns, or, of few rows, as many as it has threads. Rows across: one column, along whose rows its
-// threads walk.
+// A block takes kTile columns. Its threads are divided into sets that are kTile wide, and the sets take the chunk's
+// rows in turn. If a row's elements are adjacent, kTile is 32 or, if there are few rows, the block's thread count. If
+// rows lie across, a block takes one column, and its threads walk along that column's rows.
 inline constexpr int kSumThreads = 256;
 
 template <int kTile, class A, class Op>
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kSumThreads)
       for (int k = 0; k < Op::kSums; ++k) sum.lane[k] += value.lane[k];
     }
   }
-  // The threads of a column lie kTile apart; halving their number keeps the order of additions fixed.
+  // A column's threads lie kTile apart. Halving their number keeps the order in which they are added fixed.
   __shared__ A shared[Op::kSums][kSumThreads];
 #pragma unroll
   for (int k = 0; k < Op::kSums; ++k) shared[k][threadIdx.x] = sum.lane[k];
@@ -94,9 +95,9 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// The same of few rows, all in one group, whose elements are adjacent: a block takes kFewSumWidth packs of columns, 64
-// or 128 bytes, and its threads all rows of them, kLines at a time. op.template AddPack<kV>(row, place, sums): adds a
-// row's at the columns of the pack that begins at `place` of the tensors.
+// Does the same for few rows with adjacent elements, all in one group. A block takes kFewSumWidth packs of columns, 64
+// or 128 bytes. Its threads take all rows of these columns, kLines at a time. op.template AddPack<kV>(row, place, sums)
+// adds a row's values for the pack that begins at `place` in the tensors.
 template <int kV>
 inline constexpr int kFewSumWidth = kV == 1 ? 32 : 8;
 
@@ -134,13 +135,14 @@ __global__ void __launch_bounds__(kSumThreads) SumFewRowsKernel(const __grid_con
   }
 }
 
-// Whether there are so few rows that two kernels, one for the rows' own results and one for the sums over them, take
-// less time than one for both, with a few rows per block, and one that adds the blocks' sums. False where the workspace
-// has more chunks than _chunks in jaxops/_rows.py gives so many rows: symbolic sizes, and tests of the other kernels.
+// Whether there are so few rows that two kernels are faster than one kernel for both results. The first of the two
+// writes the rows' own results, and the second sums over the rows. The one kernel takes a few rows per block and needs
+// another kernel that adds the blocks' sums. False if the workspace has more chunks than _chunks in jaxops/_rows.py
+// gives for so many rows; that happens with symbolic sizes, and in tests of the other kernels.
 template <int kSlots>
 bool HasFewRows(const RowShape<kSlots>& shape, int sum_slot, int64_t chunks) {
   const auto &groups = shape.groups, &rows = shape.rows, &columns = shape.columns;
-  constexpr int64_t kMost = int64_t{1} << 22;  // elements, which the L2 cache gives a second time
+  constexpr int64_t kMost = int64_t{1} << 22;  // elements; a second read finds so many in the L2 cache
   return !shape.across && groups.total == 1 && rows.count == 1 && columns.count == 1 &&
          columns.strides[0][sum_slot] == 1 && rows.total <= std::min<int64_t>(128 + columns.total / 16, 512) &&
          shape.size() <= kMost && chunks <= std::max<int64_t>(rows.total / 8, 1);
@@ -159,7 +161,8 @@ cudaError_t LaunchSumsOfFewRows(cudaStream_t stream, const Op& op, const RowShap
   return shape.columns.total % kV == 0 ? launch.template operator()<kV>() : launch.template operator()<1>();
 }
 
-// Adds up the chunks in the workspace, in double: a block takes 32 sums, each of its warps every eighth chunk.
+// Adds up the chunks in the workspace, in double. A block takes 32 sums, and each of its warps takes every eighth
+// chunk.
 template <class Axes, class A>
 __global__ void __launch_bounds__(kSumThreads)
     AddChunksKernel(const __grid_constant__ Axes groups, const __grid_constant__ Axes columns,
@@ -203,8 +206,8 @@ cudaError_t LaunchColumnSums(cudaStream_t stream, const Op& op, const RowShape<k
                              const SumResults<A>& results) {
   const Layouts<Op::kSlots> layouts(shape, 1, 0);
   const int64_t rows = shape.rows.total, columns = shape.columns.total, groups = shape.groups.total;
-  // A block for each column, unless they are more than a grid has: the other kernels take any layout. There, chunks
-  // that have a row for each thread are enough.
+  // One block per column, unless the grid has too few blocks for them; the other kernels take any layout. In that
+  // kernel, chunks with one row per thread are enough.
   const int64_t fewer = std::max<int64_t>(std::min(results.chunks, rows / kSumThreads), 1);
   const bool across = shape.across && groups * fewer * columns <= std::numeric_limits<int>::max();
   SumResults<A> chunked = results;

@@ -1,5 +1,6 @@
-// Joins of values over the threads that share a row: in a warp by shuffles, between warps through shared memory,
-// between the blocks of a cluster through each other's shared memory.
+// Joins values over the threads that share a row: in a warp by shuffles, between warps through shared memory, and
+// between a cluster's blocks through each other's shared memory. A row's threads in one block are its team; a lane is a
+// thread's place in the team.
 #ifndef JAXOPS_ROWS_EXCHANGE_CUH_
 #define JAXOPS_ROWS_EXCHANGE_CUH_
 
@@ -40,7 +41,7 @@ struct Sum {
   }
 };
 
-// Several values, each joined by M.
+// Several values; M joins each.
 template <class M>
 struct EachBy {
   template <class V>
@@ -59,7 +60,8 @@ struct EachBy {
   }
 };
 
-// (max, sum of exp(x - max)), joined as Milakov and Gimelshein do (2018). A set in which everything is -inf has sum 0.
+// (max, sum of exp(x - max)), joined as Milakov and Gimelshein do (2018). If all values in a set are -inf, its sum is
+// 0.
 struct Exponentials {
   template <class A>
   static __device__ Values<A, 2> Join(const Values<A, 2>& a, const Values<A, 2>& b) {
@@ -70,20 +72,20 @@ struct Exponentials {
   static __device__ Values<A, kCount> Identity() {
     return {Max::Identity<A>(), 0};
   }
-  // What to subtract before exp: -inf - -inf would be NaN.
+  // The number that is subtracted before exp: -inf - -inf would be NaN.
   template <class A>
   static __device__ A FiniteOrZero(A max) {
     return max == -std::numeric_limits<A>::infinity() ? A{0} : max;
   }
 };
 
-// (count, mean, sum of squared deviations from it), joined as Chan, Golub and LeVeque do (1979).
+// (count, mean, sum of squared deviations from the mean), joined as Chan, Golub and LeVeque do (1979).
 struct CountMeanSquares {
   template <class A>
   static __device__ Values<A, 3> Join(const Values<A, 3>& a, const Values<A, 3>& b) {
     const A count = a.v[0] + b.v[0], distance = b.v[1] - a.v[1];
     const A share = count > 0 ? b.v[0] * Reciprocal(count) : A{0};
-    // In this order: 0 where a side has no elements, also if the square of the distance is infinite.
+    // In this order the product is 0 if a side has no elements, even if the squared distance is infinite.
     return {count, a.v[1] + distance * share, a.v[2] + b.v[2] + distance * (distance * (a.v[0] * share))};
   }
   template <class A, int kCount = 3>
@@ -92,7 +94,7 @@ struct CountMeanSquares {
   }
 };
 
-// The join over lanes whose numbers differ by `distance` * step, for one distance.
+// Joins lanes whose numbers differ by `distance` * step, for one distance.
 template <class J, class A, int kCount, int kRows>
 __device__ void JoinLanes(Values<A, kCount> (&rows)[kRows], int distance) {
   Values<A, kCount> others[kRows];
@@ -103,14 +105,14 @@ __device__ void JoinLanes(Values<A, kCount> (&rows)[kRows], int distance) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) rows[r] = J::Join(rows[r], others[r]);
 }
-// For half, half / 2, ... 1, which are told.
+// Does the same for distances half, half / 2, ... 1; half is known at run time.
 template <class J, class A, int kCount, int kRows>
 __device__ void JoinHalves(Values<A, kCount> (&rows)[kRows], int half) {
 #pragma unroll 1
   for (int distance = half; distance > 0; distance >>= 1) JoinLanes<J>(rows, distance);
 }
 
-// The join of several values in each of a warp's lanes, known to all of them.
+// Joins several values in each lane of a warp. All lanes get the result.
 template <class J, class A, int kCount, int kMany>
 __device__ Values<A, kCount> JoinMany(const Values<A, kCount> (&many)[kMany]) {
   Values<A, kCount> all[1] = {many[0]};
@@ -120,7 +122,7 @@ __device__ Values<A, kCount> JoinMany(const Values<A, kCount> (&many)[kMany]) {
   for (int distance = 16; distance > 0; distance /= 2) JoinLanes<J>(all, distance);
   return all[0];
 }
-// Half of the instructions that joins two by two would take.
+// This takes half as many instructions as joining two by two.
 template <class J, class A, int kMany>
   requires(std::is_same_v<J, CountMeanSquares>)
 __device__ Values<A, 3> JoinMany(const Values<A, 3> (&many)[kMany]) {
@@ -132,13 +134,13 @@ __device__ Values<A, 3> JoinMany(const Values<A, 3> (&many)[kMany]) {
   Values<A, 1> squares[kMany];
 #pragma unroll
   for (int k = 0; k < kMany; ++k) {
-    // In this order: the distance's square may be infinite where the count is 0.
+    // In this order, because the distance's square may be infinite if the count is 0.
     const A distance = many[k].v[1] - mean;
     squares[k].v[0] = many[k].v[2] + distance * (distance * many[k].v[0]);
   }
   return {total.v[0], mean, JoinMany<EachBy<Sum>>(squares).v[0]};
 }
-// Two exponentials a value instead of two a join.
+// This takes two exponentials per value instead of two per join.
 template <class J, class A, int kMany>
   requires(std::is_same_v<J, Exponentials>)
 __device__ Values<A, 2> JoinMany(const Values<A, 2> (&many)[kMany]) {
@@ -151,16 +153,17 @@ __device__ Values<A, 2> JoinMany(const Values<A, 2> (&many)[kMany]) {
   return {max, JoinMany<EachBy<Sum>>(totals).v[0]};
 }
 
-// The dynamic shared memory of joins over rows across: two sets of slots for the values of a block's rows, of its warps
-// and of its cluster's blocks. Static, the slots of the largest blocks would leave the others no cache.
+// The dynamic shared memory in which rows across are joined: two sets of slots for the values of a block's rows, warps
+// and cluster blocks. If the memory were static and large enough for the largest blocks, the other blocks would have no
+// cache left.
 template <class P, class A>
 size_t SpreadBytes(const Team& team, int rows) {
   if (!P::kAcross || rows == P::kMaxTeams) return 0;
   return 2 * (team.warps + (ClusterOf<P>(team) > 1 ? team.cluster : 0)) * rows * 3 * sizeof(A);
 }
 
-// Joins over all threads that share a row. Two sets of slots take turns, so that one barrier a join is enough: nobody
-// can reach the set's next use before all have passed the barrier of the other set.
+// Joins over all threads that share a row. Two sets of slots take turns, so that one barrier per join is enough: nobody
+// can reach a set's next use before all threads have passed the other set's barrier.
 template <class P>
 class Exchange {
  public:
@@ -174,11 +177,11 @@ class Exchange {
       if (ClusterOf<P>(team) == 1) return;
       if (threadIdx.x == 0)
         for (int k = 0; k < kBarriers; ++k) InitByteBarrier(Barriers() + k);
-      ClusterArrive();  // this block runs: its shared memory may be written
+      ClusterArrive();  // this block runs, so others may write to its shared memory
     }
   }
 
-  // The join over a row's lanes in each warp.
+  // Joins a row's lanes in each warp.
   template <class J, class A, int kCount, int kRows>
   __device__ void JoinWarp(Values<A, kCount> (&rows)[kRows]) const {
     if constexpr (P::kInWarp) {
@@ -199,7 +202,7 @@ class Exchange {
     }
   }
 
-  // Of values already joined in each warp.
+  // Joins values that each warp has already joined.
   template <class J, class A, int kCount, int kRows>
   __device__ void JoinWarps(Values<A, kCount> (&rows)[kRows]) {
     using Slot = Values<Values<A, kCount>, kRows>;
@@ -232,10 +235,10 @@ class Exchange {
     }
   }
 
-  // The join over the threads of one row in two steps, with other work between them. Post sends each warp's value to
-  // all blocks of the cluster, or to its own block's first warp, which sends the block's on; Collect joins what all
-  // have sent. A warp posts row r only after it has collected row r - 1; by then all warps have posted r - 1, and so
-  // collected r - 2: two sets of slots are enough here too.
+  // Joins one row's threads in two steps, with other work between them. Post sends each warp's value either to all
+  // blocks in the cluster, or to its own block's first warp, which sends the block's value on. Collect joins all values
+  // that were sent. A warp posts row r only after it has collected row r - 1. By then all warps have posted r - 1, and
+  // so have collected r - 2. Therefore two sets of slots are enough here too.
   template <class J, class V>
   __device__ void Post(V value) {
     if (first_) ClusterWait();
@@ -274,7 +277,7 @@ class Exchange {
   }
 
  private:
-  // Sent as one vector.
+  // A value that is sent as one vector.
   template <class V>
   struct alignas(sizeof(V) > 8 ? 16 : sizeof(V)) Letter {
     V value;
@@ -289,8 +292,8 @@ class Exchange {
     __shared__ Letter<V> mail[2][kMostParts];
     return mail;
   }
-  // Whether every warp sends to all blocks. Through the first warp there is less to send and to join; directly there is
-  // one join less to wait for, and those that are not sums take longest.
+  // Whether every warp sends to all blocks. If values go through the first warp, fewer are sent and joined. If they are
+  // sent directly, there is one join less to wait for; that pays for joins other than sums, which take longest.
   static constexpr int kMostParts = 128;
   template <class J>
   __device__ bool IsDirect() const {
@@ -320,16 +323,16 @@ class Exchange {
     for (int r = 0; r < kRows; ++r) to[r] = from[r];
   }
 
-  // Many rows a thread: its warp's lanes divide them among themselves, and each joins its own over the warps and the
-  // blocks.
+  // For threads with many rows: the lanes in a warp divide the rows among themselves, and each lane joins its own rows
+  // over the warps and the blocks.
   template <class J, class A, int kCount, int kRows>
   __device__ void JoinSpread(Values<A, kCount> (&rows)[kRows]) {
     using V = Values<A, kCount>;
     if (P::kWarpLanes == 1 && WarpsOf<P>(numbers_) == 1) return;
     constexpr int kLanes = P::kWarpLanes, kOwn = kRows > kLanes ? kRows / kLanes : 1;
-    constexpr int kAlike = kRows > kLanes ? 1 : kLanes / kRows;  // lanes that have the same row
+    constexpr int kAlike = kRows > kLanes ? 1 : kLanes / kRows;  // lanes with the same row
     static_assert(kRows % kOwn == 0);
-    // Half of the rows go to the other half of the lanes, then half of that half, ...
+    // Half the rows go to the other half of the lanes, then half of these again, ...
 #pragma unroll
     for (int distance = kLanes / 2, count = kRows; distance > 0; distance /= 2, count = count > 1 ? count / 2 : 1) {
       const bool upper = lane_ & distance;
@@ -352,14 +355,14 @@ class Exchange {
     const int first = lane_ / kAlike * kOwn;
     turn_ ^= 1;
     extern __shared__ __align__(16) char shared[];
-    constexpr int kBlock = P::kMaxTeams * kRows;  // values of a warp, or of a block
+    constexpr int kBlock = P::kMaxTeams * kRows;  // values per warp, or per block
     const int warps = WarpsOf<P>(numbers_), cluster = ClusterOf<P>(numbers_),
               sets = warps + (cluster > 1 ? cluster : 0);
     V* const of_warps = reinterpret_cast<V*>(shared) + turn_ * sets * kBlock + team_ * kRows + first;
     const auto join = [&](const V* from, int count) {
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) rows[j] = Identity<J>(rows[j]);
-      constexpr int kFew = 8;  // that are read before the first is joined
+      constexpr int kFew = 8;  // slots that are read before the first is joined
 #pragma unroll 2
       for (int begin = 0; begin < count; begin += kFew) {
         V found[kFew][kOwn];
@@ -405,7 +408,7 @@ class Exchange {
                                    r / kOwn * kAlike * P::kStep + static_cast<int>(threadIdx.x) % P::kStep);
   }
 
-  // Each lane joins a slot, or several; then the lanes join theirs.
+  // Each lane joins one or more slots; then the lanes join their results.
   template <class J, class Slot, class V, int kRows>
   __device__ void JoinSlots(const Slot* slots, int count, V (&rows)[kRows]) const {
     if constexpr (P::kAcross) {
@@ -424,8 +427,8 @@ class Exchange {
     }
   }
 
-  // They count bytes: those sent to each of two sets of slots by all blocks of the cluster, and by the block's own
-  // warps.
+  // These barriers count bytes for each of two sets of slots: the bytes sent by all blocks in the cluster, and the
+  // bytes sent by the block's own warps.
   static constexpr int kBarriers = P::kAhead ? 4 : 2;
   static __device__ uint64_t* Barriers() {
     __shared__ uint64_t barriers[kBarriers];
@@ -434,7 +437,7 @@ class Exchange {
 
   const Team& numbers_;
   int lane_, warp_, team_, turn_ = 0;
-  uint32_t parities_ = 0;  // of the barriers' phases, as bits
+  uint32_t parities_ = 0;  // bits: the parities of the barriers' phases
   bool first_ = true;
 };
 

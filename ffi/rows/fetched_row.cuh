@@ -1,5 +1,7 @@
 // Rows that are fetched ahead: threads copy the next rows into shared memory, asynchronously, while they work on the
-// present ones. Of aligned rows each thread copies its own packs; unaligned ones are staged by all threads together.
+// present ones. If rows are aligned, each thread copies its own packs (16 bytes each). If they are not, all threads
+// together copy the aligned vectors around the row: the row is staged. docs/adding.md explains placement, looped and
+// staged.
 #ifndef JAXOPS_ROWS_FETCHED_ROW_CUH_
 #define JAXOPS_ROWS_FETCHED_ROW_CUH_
 
@@ -11,9 +13,9 @@
 
 namespace jaxops::rows {
 
-// A placement that fetches rows kStages - 1 ahead. kShared: parameters are kept in shared memory, not in registers.
-// kKept: the row's packs are. kPackVectors: 16 bytes each, that a pack may take there. kAhead: the next row is begun
-// before the present one is finished, where blocks share a row.
+// A placement that fetches rows kStages - 1 ahead. kShared: parameters are kept in shared memory instead of registers.
+// kKept: the row's packs are kept in registers. kPackVectors: the most 16-byte vectors per pack in shared memory.
+// kAhead: if blocks share a row, the next row is begun before the present one is finished.
 template <class P, int kStages_, bool kShared_ = false, bool kKept_ = !kShared_ && P::kPacks <= 4,
           int kPackVectors_ = 1>
 struct Looped : P {
@@ -22,9 +24,9 @@ struct Looped : P {
   static constexpr bool kAhead = P::kClusters && kStages > 2;
 };
 
-// A row whose packs have been fetched into shared memory: [warp][input][stage][pack][vector][lane], 16 bytes each;
-// behind a warp's packs the parameters that are kept there, [parameter][pack][vector][lane]. So the distance of a
-// thread's vectors is compiled in, however many threads there are.
+// A row whose packs have been fetched into shared memory: [warp][input][stage][pack][vector][lane], 16 bytes each.
+// Behind a warp's packs lie the parameters that are kept there: [parameter][pack][vector][lane]. In this order the
+// distance between a thread's vectors is a compile-time constant, whatever the number of threads.
 template <class Base, int kParameters>
 class FetchedRow : public Base {
  public:
@@ -32,11 +34,11 @@ class FetchedRow : public Base {
   using A = typename Base::A;
   static constexpr int kV = Base::kV;
   static constexpr bool kFetches = kV > 1;
-  // Packs beyond the columns: zeros are copied each time, which takes no branches, or stay from the beginning.
-  // Kernels that fetch several rows ahead copy the zeros: it was faster.
+  // Packs beyond the columns are zeros. Either they are copied each time, which takes no branches, or they are written
+  // once and stay. Kernels that fetch several rows ahead copy the zeros, because that was faster.
   static constexpr bool kFetchesZeros = Base::kPadded && P::kAhead;
-  static constexpr int kVectors = kV * static_cast<int>(sizeof(A)) / 16;  // of a parameter's pack
-  static constexpr int kPlaces = Base::kHeldPacks * P::kPackVectors;      // of a stage: vectors
+  static constexpr int kVectors = kV * static_cast<int>(sizeof(A)) / 16;  // per parameter pack
+  static constexpr int kPlaces = Base::kHeldPacks * P::kPackVectors;      // vectors per stage
   static int SharedBytes(const Team& team, int inputs) {
     if (!kFetches) return 0;
     const int parameters = P::kShared ? kParameters * kVectors : 0;
@@ -46,10 +48,10 @@ class FetchedRow : public Base {
 
   // inputs: how many are fetched.
   __device__ FetchedRow(const typename Base::Geometry& geometry, char* shared, int inputs) : Base(geometry) {
-    const int packs = inputs * P::kStages * kPlaces * kStride;  // bytes of a warp
+    const int packs = inputs * P::kStages * kPlaces * kStride;  // bytes per warp
     constexpr int kOfParameters = P::kShared ? kParameters * kVectors * Base::kHeldPacks * kStride : 0;
     slots_ = SharedAddress(shared) + threadIdx.x / 32 * (packs + kOfParameters) + threadIdx.x % 32 * 16;
-    asm volatile("" : "+r"(slots_));  // opaque: else it would be computed anew for each use
+    asm volatile("" : "+r"(slots_));  // opaque, or the compiler would compute it anew for each use
     stage_ = slots_;
     parameters_ = slots_ + packs;
     if constexpr (Base::kPadded && !kFetchesZeros) {
@@ -63,17 +65,18 @@ class FetchedRow : public Base {
     }
   }
 
-  // Where the present rows' packs are.
+  // Sets where the present rows' packs are.
   __device__ void SetStage(int stage) { stage_ = slots_ + stage * kPlaces * kStride; }
 
-  // Turns to the rows of another; what joins the threads stays.
+  // Turns to another row's elements; the members that join the threads stay.
   __device__ void Follow(const FetchedRow& other) {
     this->live_ = other.live_;
 #pragma unroll
     for (int slot = 0; slot < Base::kSlots; ++slot) this->offsets_[slot] = other.offsets_[slot];
   }
 
-  // Begins to fetch the present rows' packs of an input. Rows of single elements are not fetched but read when wanted.
+  // Begins to fetch one input's packs for the present rows. Single elements are not fetched; they are read when they
+  // are used.
   template <int kInput, class Source>
   __device__ void Fetch(const Source& tensor) const {
     if constexpr (kFetches) {
@@ -93,7 +96,7 @@ class FetchedRow : public Base {
     }
   }
 
-  // Kept in registers where there is room, else read where it is wanted.
+  // Keeps the row in registers if there is room; otherwise each use reads it from shared memory.
   template <int kInput, class Source>
   __device__ auto Load(const Source& tensor,
                        [[maybe_unused]] ElementOf<Source> outside = ElementOf<Source>(0.0f)) const {
@@ -122,13 +125,13 @@ class FetchedRow : public Base {
       }
     }
   }
-  // Rows to which something is added are not fetched.
+  // If a residual is added to the rows, they are not fetched.
   template <class Source, class Target>
   __device__ auto LoadSum(const Source& x, const Source&, const Target&) const {
     return Load<0>(x);
   }
 
-  // Elements of 16 bits cost two instructions to unpack; f32 is as good as kept.
+  // Unpacking 16-bit elements takes two instructions; reading f32 costs no more than keeping it.
   template <class E>
   __device__ auto KeepFew(const E& expression) const {
     if constexpr (P::kKept && kV == 8 && Base::kHeldPacks <= 2) {
@@ -138,7 +141,7 @@ class FetchedRow : public Base {
     }
   }
 
-  // An expression that is the same for all rows, computed now and kept; zeros beyond the columns.
+  // Computes an expression that is the same for all rows, and keeps it, with zeros beyond the columns.
   template <int kNumber, class E>
   __device__ auto KeepParameter(const E& expression) const {
     struct Registers {
@@ -178,18 +181,18 @@ class FetchedRow : public Base {
   }
 
  private:
-  // Where a pack of the present rows is.
+  // Where one of the present rows' packs is.
   template <int kInput>
   __device__ uint32_t Slot(int pack) const {
     return stage_ + (kInput * P::kStages * kPlaces + pack * P::kPackVectors) * kStride;
   }
 
-  static constexpr int kStride = 32 * 16;  // bytes from a vector to the thread's next
+  static constexpr int kStride = 32 * 16;  // bytes from one of the thread's vectors to its next
   uint32_t slots_, stage_, parameters_;    // this thread's share of shared memory
 };
 
-// A placement whose rows are fetched kStages - 1 ahead by all threads of the row together, as aligned vectors of
-// elements of kBytes each, and read one by one: see StagedRow. kKept: the row's values are kept in registers.
+// A placement with rows that all their threads fetch together, kStages - 1 rows ahead, as aligned vectors. Elements
+// have kBytes bytes and are read one by one: see StagedRow. kKept: the row's values are kept in registers.
 template <class P, int kBytes_, int kStages_, bool kKept_ = true>
 struct Staged : P {
   static constexpr int kBytes = kBytes_, kStages = kStages_, kSure = SureElements(P::kPacks, P::kClusters);
@@ -197,20 +200,20 @@ struct Staged : P {
   static constexpr bool kAhead = P::kClusters && kStages > 2;
 };
 
-// A row that begins anywhere in a vector: its aligned vectors are copied, and each thread reads its elements out of
-// them one by one. The columns of a thread are the same for all rows, and so are its parameters and sums. Base: a row
-// of single elements.
+// A row that begins anywhere in a vector. Its aligned vectors are copied, and each thread reads its elements from them
+// one by one. A thread has the same columns in all rows, so its parameters and sums stay the same too. Base: a row of
+// single elements.
 template <class Base, int kParameters>
 class StagedRow : public Base {
  public:
   using P = typename Base::P;
   using A = typename Base::A;
   static_assert(Base::kV == 1 && Base::kLayout == Layout::kPlain);
-  static constexpr int kPer = 16 / P::kBytes;     // elements of a vector
-  static constexpr int kSector = 32 / P::kBytes;  // of global memory
-  static constexpr int kRounds =
-      (P::kPacks + kPer - 1) / kPer + (P::kPacks % kPer == 0);  // in which a thread copies them
-  // Vectors that hold a block's columns of a row, wherever in a sector they begin. There are at least kPer lanes.
+  static constexpr int kPer = 16 / P::kBytes;     // elements per vector
+  static constexpr int kSector = 32 / P::kBytes;  // elements per sector of global memory
+  static constexpr int kRounds = (P::kPacks + kPer - 1) / kPer + (P::kPacks % kPer == 0);  // copies per thread
+  // The vectors that hold a block's columns of a row, wherever the row begins in a sector. There are at least kPer
+  // lanes.
   static __host__ __device__ int VectorsOf(int lanes) { return (P::kPacks * lanes + kSector) / kPer; }
   static int SharedBytes(const Team& team, int inputs) {
     return inputs * P::kStages * TeamsOf<P>(team) * VectorsOf(team.lanes) * 16;
@@ -226,17 +229,18 @@ class StagedRow : public Base {
         slots_(SharedAddress(shared) + Base::Team() * (vectors_ * 16)),
         stage_(slots_) {}
 
-  // Where the present rows' vectors are.
+  // Sets where the present rows' vectors are.
   __device__ void SetStage(int stage) { stage_ = slots_ + stage * stride_; }
 
-  // Turns to the row of another; what joins the threads stays.
+  // Turns to another row; the members that join the threads stay.
   __device__ void Follow(const StagedRow& other) {
     this->live_ = other.live_;
 #pragma unroll
     for (int slot = 0; slot < Base::kSlots; ++slot) this->offsets_[slot] = other.offsets_[slot];
   }
 
-  // What the row's threads have copied until now is there for all of them, and what they have read may be overwritten.
+  // Afterwards all threads in the row see the elements copied until now, and elements that they have read may be
+  // overwritten.
   static __device__ void Sync() {
     if constexpr (P::kInWarp) {
       __syncwarp();
@@ -245,7 +249,8 @@ class StagedRow : public Base {
     }
   }
 
-  // Begins to copy the row's vectors of an input; zeros behind its end, or if there is no such row.
+  // Begins to copy one input's vectors for the row. Zeros stand behind the row's end, and everywhere if there is no
+  // such row.
   template <int kInput, class T>
   __device__ void Fetch(const T* tensor) const {
     static_assert(sizeof(T) == P::kBytes);
@@ -275,12 +280,13 @@ class StagedRow : public Base {
     }
   }
 
-  // Results take the place of the first input, which is gone then, and leave as whole vectors but for those that the
-  // row shares with its neighbours.
+  // Results overwrite the first input, which is no longer needed. They leave as whole vectors, except the vectors that
+  // the row shares with its neighbours.
   template <class T, class E>
   __device__ void Store(T* tensor, const E& expression, A = 0) const {
     static_assert(sizeof(T) == P::kBytes);
-    constexpr int kFew = 8;  // that are read before one is written, as the compiler cannot tell them apart
+    constexpr int kFew =
+        8;  // elements that are read before one is written, because the compiler cannot tell them apart
     const uint32_t place = Place<0>();
 #pragma unroll
     for (int begin = 0; begin < P::kPacks; begin += kFew) {
@@ -308,13 +314,13 @@ class StagedRow : public Base {
     if (begin % kPer && head >= begin && head < end) copy(head);
     if (tail >= begin && tail < end && (tail != head || begin % kPer == 0)) copy(tail);
   }
-  // Rows to which something is added are not fetched.
+  // If a residual is added to the rows, they are not fetched.
   template <class T>
   __device__ auto LoadSum(const T* x, const T*, T*) const {
     return Load<0>(x);
   }
 
-  // An expression that is the same for all rows, computed now and kept.
+  // Computes an expression that is the same for all rows, and keeps it.
   template <int kNumber, class E>
   __device__ auto KeepParameter(const E& expression) const {
     typename Base::template Held<A> kept = {};
@@ -323,9 +329,9 @@ class StagedRow : public Base {
   }
 
  private:
-  // How far behind the beginning of a sector the row begins.
+  // How many elements the row begins behind a sector's start.
   __device__ int Shift() const { return static_cast<int>(static_cast<uint32_t>(this->Origin(0)) % kSector); }
-  // The block's first vector of a tensor.
+  // The block's first vector in a tensor.
   template <class T>
   __device__ T* Vectors(T* tensor) const {
     return tensor + (this->Origin(0) + (first_ - Shift()));
@@ -336,9 +342,9 @@ class StagedRow : public Base {
     return stage_ + kInput * P::kStages * stride_ + (Shift() + thread_) * P::kBytes;
   }
 
-  int thread_;                    // of the row's in this block
+  int thread_;                    // this thread among the row's threads in this block
   int first_;                     // the block's first column
-  int lanes_, vectors_, stride_;  // of a row in this block; stride_: bytes from a stage to the next
+  int lanes_, vectors_, stride_;  // per row in this block; stride_: bytes from one stage to the next
   uint32_t slots_, stage_;
 };
 

@@ -1,4 +1,5 @@
-// What the row kernels say in PTX: the exponential, the maximum, and what blocks of a cluster send each other.
+// The row kernels' PTX: the exponential, the maximum, and the instructions with which a cluster's blocks send each
+// other values.
 #ifndef JAXOPS_ROWS_INSTRUCTIONS_CUH_
 #define JAXOPS_ROWS_INSTRUCTIONS_CUH_
 
@@ -8,23 +9,23 @@
 
 namespace jaxops::rows {
 
-// 2^x to 2 ulp; denormal results are 0.
+// 2^x to 2 ulp; a denormal result becomes 0.
 __device__ inline float Exp2(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// The larger of two numbers; NaN if one of them is.
+// The larger number; NaN if one is NaN.
 __device__ inline float MaxOrNaN(float a, float b) {
   float result;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 
-// Four booleans, one a byte, as ones in the halves of two words.
+// Spreads four booleans, one per byte, to ones in the halves of two words.
 __device__ inline void SpreadBooleans(uint32_t four, uint32_t* words) {
-  four <<= 7;  // to the bytes' signs, which a selector of 8 or more repeats
+  four <<= 7;  // moves them to the bytes' signs, which a selector of 8 or more repeats
   asm("prmt.b32 %0, %1, 0, 0x9988;" : "=r"(words[0]) : "r"(four));
   asm("prmt.b32 %0, %1, 0, 0xbbaa;" : "=r"(words[1]) : "r"(four));
 }
@@ -46,8 +47,8 @@ __device__ inline void ClusterWait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// Values that blocks of a cluster send into each other's shared memory, counted by a barrier there: whoever waits for
-// it waits for those bytes alone, whereas a barrier of the cluster would wait for all earlier writes to global memory.
+// A cluster's blocks send values into each other's shared memory, and a barrier there counts their bytes. A thread that
+// waits for it waits for these bytes alone; a cluster barrier would also wait for all earlier writes to global memory.
 __device__ inline void InitByteBarrier(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
@@ -70,7 +71,7 @@ __device__ inline void WaitForBytes(uint64_t* barrier, uint32_t parity) {
       : "memory");
 #endif
 }
-// Copies a value to the same place in the shared memory of block `rank`, counted by that block's barrier.
+// Copies a value to the same place in block `rank`'s shared memory; that block's barrier counts it.
 template <class V>
 __device__ void SendToBlock(const V& value, V* target, uint64_t* barrier, uint32_t rank) {
   static_assert(sizeof(V) % 4 == 0);

@@ -1,4 +1,4 @@
-// The kernels in which each thread has its rows once, and what registers they may have.
+// The kernels in which each thread takes its rows once and ends, and their register limits.
 #ifndef JAXOPS_ROWS_KERNELS_CUH_
 #define JAXOPS_ROWS_KERNELS_CUH_
 
@@ -11,7 +11,7 @@
 
 namespace jaxops::rows {
 
-// Kernels are empty where they do not run: those of clusters before Hopper.
+// A kernel is empty where it cannot run: cluster kernels before Hopper.
 #ifdef __CUDA_ARCH__
 template <class P>
 inline constexpr bool kRunsHere = P::kAcross || !P::kClusters || __CUDA_ARCH__ >= 900;
@@ -20,21 +20,22 @@ template <class P>
 inline constexpr bool kRunsHere = true;
 #endif
 
-// Single elements of a forward pass that masks: those beyond a row's end are masked too, so that nothing between
+// Single elements in a forward pass that masks. Elements beyond a row's end are masked too, so that no code between
 // reading and storing asks where a row ends.
 template <class P, int kV, Layout kLayout, class Op>
 inline constexpr bool kPaddedSingles = kV == 1 && kLayout == Layout::kPlain && !P::kAcross && !P::kClusters &&
                                        P::kPacks > 0 && Op::kInputs == 1 && Op::kOptions != Options::kNone;
 
-// Whether an op's tensors tell their dtypes.
+// Whether an op's tensors carry their dtypes at run time.
 template <class Op>
 constexpr bool TellsDtypes() {
   if constexpr (Op::kInputs == 1) return std::is_same_v<decltype(Op::y), AnyTensor>;
   if constexpr (Op::kInputs == 2) return std::is_same_v<decltype(Op::dx), AnyTensor>;
 }
 
-// Where few rows are, a launch waits for what a kernel knows of them to be fetched: less is better. Norms' gradients
-// have rows along several axes where their parameters change along some, and no kernels of more packs for short ones.
+// With few rows, the launch waits until the kernel's parameters are fetched, so fewer are better. Gradients of norms
+// have rows along several axes if their parameters change along some axes, and they have no kernels with more packs for
+// short rows.
 template <class P, int kV, Layout kLayout, class Op>
 using RowGeometry = std::conditional_t<!P::kAcross && (P::kPacks == 1 || P::kPacks == 2) && kLayout == Layout::kPlain &&
                                            (kV > 1) && !TellsDtypes<Op>() && (Op::kInputs == 1 || Op::kParameters == 0),
@@ -46,14 +47,14 @@ __global__ void __maxnreg__(P::kRegisters)
   if constexpr (kRunsHere<P>) {
     using RowType = Row<P, kV, kLayout, A, RowGeometry<P, kV, kLayout, Op>, kPaddedSingles<P, kV, kLayout, Op>>;
     RowType row(geometry);
-    // Where a block has one row there is none beyond the last.
+    // If a block has one row, no row lies beyond the last.
     const int64_t end = RowType::kOneRow ? std::numeric_limits<int64_t>::max() : geometry.rows.total;
     row.MoveToTeam(ClusterOfBlock<P>(geometry.team) * RowType::BlockRows(geometry.team), end, {});
     op(row);
   }
 }
 
-// Launches it; false if the device runs no such cluster.
+// Launches the kernel; false if the device cannot run its cluster.
 template <class P, int kV, Layout kLayout, class A, class Op>
 bool LaunchRowKernel(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, const Team& team,
                      cudaError_t* status) {

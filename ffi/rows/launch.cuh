@@ -1,4 +1,4 @@
-// From a plan to its kernel.
+// Turns a plan (rows/plan.h) into template arguments and launches that kernel. A ladder is a table in rows/tuning.h.
 #ifndef JAXOPS_ROWS_LAUNCH_CUH_
 #define JAXOPS_ROWS_LAUNCH_CUH_
 
@@ -19,7 +19,7 @@ inline constexpr Elements kElementsOf = std::is_same_v<T, double>          ? Ele
 template <class T>
 inline constexpr bool kTuned = kElementsOf<T> == Elements::kBfloat16 || kElementsOf<T> == Elements::kFloat32;
 
-// The registers of a body.
+// The most registers for an op's kernels.
 template <class T, class Op>
 struct RegistersOf {
   static constexpr bool kWide = sizeof(T) > 2;
@@ -45,7 +45,7 @@ struct RegistersOf {
   }
 };
 
-// How threads share a row in a kernel.
+// The threads that share a row in a kernel.
 template <Kernel kKernel>
 inline constexpr Sharing kSharingOf = kKernel == Kernel::kWarpRows    ? Sharing::kWarp
                                       : kKernel == Kernel::kBlockRows ? Sharing::kBlock
@@ -56,7 +56,7 @@ inline constexpr Kernel kKernelOf = kSharing == Sharing::kWarp    ? Kernel::kWar
                                     : kSharing == Sharing::kBlock ? Kernel::kBlockRows
                                                                   : Kernel::kClusterRows;
 
-// What is true of a problem's tensors and of the op.
+// Describes the tensors and the op for the planner.
 template <class T, class Op, class Packs, class SingleElements>
 RowProblem ProblemOf([[maybe_unused]] const Op& op, const Packs& packs, const SingleElements& elements, bool across) {
   constexpr int kAxes = GeometryOf<Op::kSlots, Layout::kPlain>::kRowAxes;
@@ -87,8 +87,8 @@ inline Team TeamOf(const RowPlan& plan, int width = 0) {
           .cluster = plan.cluster};
 }
 
-// Runs op(row) for every row of tensors of T by kernels for the op's own dtype. False if the device runs no cluster of
-// the plan's.
+// Runs op(row) for every row of T's tensors by kernels for the op's own dtype. False if the device cannot run the
+// plan's cluster.
 template <class T, class Op>
 class Launcher {
  public:
@@ -96,13 +96,13 @@ class Launcher {
   using Registers = RegistersOf<T, Op>;
   static constexpr int kPack = PackOf(kElementsOf<T>, false), kPackAcross = PackOf(kElementsOf<T>, true);
   static constexpr int kFew = kFewPacks[Op::kInputs - 1];
-  // Whether these are the kernels for single elements that lie anyhow, which are for all dtypes.
+  // Whether these kernels take single elements in any layout; they serve all dtypes.
   static constexpr bool kAnywhere = std::is_same_v<T, AnyFloat> || std::is_same_v<T, double>;
   static constexpr Ladder kHeld = HeldLadder(kElementsOf<T>, Op::kInputs, Op::kParameters, Op::kOptions, Op::kAsF32);
 
   Launcher(cudaStream_t stream, const Op& op, cudaError_t* status) : stream_(stream), op_(op), status_(status) {}
 
-  // Packs, and single elements where T's own kernels read them.
+  // Runs packs, and single elements if T's own kernels read them.
   bool Along(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
     if constexpr (Op::kOptions == Options::kMasks) return Ladders<kPack, false, 4, 8>(plan, layouts);
     if (plan.elements) {
@@ -134,7 +134,7 @@ class Launcher {
     }
     return false;
   }
-  // Packs of rows that are held.
+  // Runs packs in rows that are held.
   bool Held(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
     return Ladders<kPack, false, 2, 3, 4, 8>(plan, layouts);
   }
@@ -194,7 +194,7 @@ class Launcher {
     return done;
   }
 
-  // With sums over the rows.
+  // Runs kernels with sums over the rows.
   bool Sums(const RowPlan& plan, const Layouts<Op::kSlots>& layouts, const SumResults<A>& results) const {
     bool done = false;
     const auto launch = [&]<class P, int kV, Layout kLayout> {
@@ -256,7 +256,7 @@ class Launcher {
   struct StagedTable {
     static constexpr Ladder kLadder = StagedLadder(kElementsOf<T>, Op::kParameters, kSums);
   };
-  // visit.operator()<placement>() for the plan's kernel of staged rows, if the ladder names it.
+  // visit.operator()<placement>() for the plan's staged-row kernel, if the ladder names it.
   template <bool kSums, class Visit>
   static void VisitStaged(const RowPlan& plan, const Visit& visit) {
     const Sharing sharing = plan.cluster > 1 ? Sharing::kCluster : plan.lanes <= 32 ? Sharing::kWarp : Sharing::kBlock;
@@ -299,7 +299,7 @@ class Launcher {
     };
     VisitLadder<kPacks...>(Table(), plan, run);
     if constexpr (!kElements && HasFewRows(kElementsOf<T>, Op::kOptions, Op::kAsF32)) {
-      // Few rows take kernels of two packs whether the ladder names them or not.
+      // Few rows take two-pack kernels, whether or not the ladder names them.
       if constexpr (!Names(kHeld, Kernel::kBlockRows, kFew)) {
         if (!done && plan.kernel == Kernel::kBlockRows && plan.packs == kFew)
           run.template operator()<Sharing::kBlock, kFew>();
@@ -331,7 +331,7 @@ class Launcher {
   struct TilesTable {
     static constexpr Ladder kLadder = AcrossLadder(kSingle, kElementsOf<T>, Op::kOptions, Op::kInputs, Op::kParameters);
   };
-  // Those of the ladder, and the streamed one.
+  // The ladder's kernels, and the streamed one.
   template <int kV, Layout kLayout, int... kPacks>
   bool Tiles(const RowPlan& plan, const Layouts<Op::kSlots>& layouts) const {
     using Table = TilesTable<kV == 1>;
@@ -360,20 +360,21 @@ class Launcher {
   cudaError_t* status_;
 };
 
-// The dtype of the kernels of single elements for tensors of T, where they have nothing to gain from knowing it.
+// The dtype for single-element kernels on T's tensors, which gain nothing from knowing it at compile time.
 template <class T>
 using Single = std::conditional_t<std::is_same_v<T, double>, double, AnyFloat>;
 
 inline RowDevice ThisDevice() {
   RowDevice device;
   device.capability = CompiledCapability();
-  // Clusters of more than 8 blocks are Hopper's and those of the data centres' GPUs that followed it.
+  // Only Hopper, and the data-centre GPUs that followed it, run clusters with more than 8 blocks.
   device.most_cluster = device.capability < kHopper ? 1 : device.capability / 10 <= 10 ? 16 : 8;
   device.shared_bytes = MostDynamicShared();
   return device;
 }
 
-// Calls run(plan) for the plan of rows; for that of a device without such clusters where it is false.
+// Calls run(plan) with the rows' plan. If it returns false, the device runs no such cluster; then it plans again for a
+// device with smaller clusters.
 template <class Plan, class Run>
 bool RunPlan(const Plan& plan_for, const Run& run) {
   RowDevice device = ThisDevice();
@@ -385,7 +386,7 @@ bool RunPlan(const Plan& plan_for, const Run& run) {
   }
 }
 
-// Runs op(row) for every row of tensors of T, or single(row), the same for tensors of Single<T>.
+// Runs op(row), or single(row), for every row of T's tensors. `single` is the same op for tensors of Single<T>.
 template <class T, class Op, class SingleOp, int kMore>
 cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape) {
   static_assert(Op::kSlots == SingleOp::kSlots && Op::kBroadcasts == SingleOp::kBroadcasts);
@@ -416,7 +417,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
                   return plan.elements ? any.Streamed(plan, layouts) : own.Streamed(plan, layouts);
                 case Kernel::kTileRows:
                 case Kernel::kStreamedTiles:
-                  // Options are rare there: kernels whose tensors tell their dtypes do.
+                  // Options are rare for rows across, so kernels whose tensors carry their dtypes serve them.
                   return plan.elements || Op::kOptions != Options::kNone ? any.Across(plan, layouts)
                                                                          : own.Across(plan, layouts);
                 case Kernel::kPersistentRows:
@@ -435,8 +436,8 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   }
 }
 
-// The same for the commonest rows alone, in kernels with less to do: false unless they are adjacent packs, which the
-// op's ladder holds, of a tuned dtype.
+// Does the same for the commonest rows alone, in kernels that do less. It returns false unless the rows are adjacent
+// packs, the op's ladder holds them, and the dtype is tuned.
 template <class T, class Op, int kMore>
 bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& shape, cudaError_t* status) {
   if constexpr (kTuned<T>) {
@@ -451,14 +452,14 @@ bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
   return false;
 }
 
-// Runs op, or single (see LaunchRows), over the rows and puts the sums over each group's rows into the results. False
-// if there is no kernel for these tensors, or the op's parameters change along the rows of a group.
+// Runs op, or single (see LaunchRows), over the rows and writes the sums over each group's rows to the results. False
+// if no kernel takes these tensors, or if the op's parameters change along the rows in a group.
 template <class T, class Op, class SingleOp, int kMore>
 bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape,
                    const SumResults<Accumulator<T>>& results, cudaError_t* status) {
   const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
   const Layouts<Op::kSlots> packs(shape, PackOf(kElementsOf<T>, false), Op::kBroadcasts);
-  // Parameters are read once for all of a team's rows, which are of one group.
+  // Parameters are read once for all rows that a team takes; these belong to one group.
   using Plain = LoopGeometry<Layout::kPlain, Op>;
   constexpr int kGroupAxes = GroupsOf<Op::kSlots, Layout::kPlain>::kMost;
   if (!packs.GroupedRowsAlike(Op::kBroadcasts)) return false;

@@ -1,5 +1,5 @@
-// Loops of op bodies on the CPU: maps, maxima, sums, and sums over rows. RowLoop is for rows of adjacent elements,
-// BundleLoop for rows side by side.
+// Loops for op bodies on the CPU: maps, maxima, sums, and sums over rows. RowLoop is for rows with adjacent elements,
+// BundleLoop for rows side by side (a bundle).
 #ifndef JAXOPS_ROWS_LOOPS_CPU_H_
 #define JAXOPS_ROWS_LOOPS_CPU_H_
 
@@ -15,7 +15,7 @@
 
 namespace jaxops {
 
-// Rows are computed in packs of this many elements: a cache line of floats.
+// A pack is this many elements that the loops compute together: a cache line of floats.
 inline constexpr int64_t kPack = 16;
 
 JAXOPS_INLINE int64_t RoundUp(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -25,8 +25,8 @@ namespace loops_internal {
 template <class A>
 inline constexpr A kLowest = -std::numeric_limits<A>::infinity();
 
-// Floats are summed in double, so that a sum is exact to the last place of a float, however long it is. Doubles are
-// summed by Kahan's method; excess: the rounding error of the last addition.
+// Floats are summed in double, so that a sum is exact to a float's last place, however long it is. Doubles are summed
+// by Kahan's method; excess: the last addition's rounding error.
 template <class A>
 JAXOPS_INLINE void Add(double value, double& total, double& excess) {
   if constexpr (std::is_same_v<A, double>) {
@@ -44,13 +44,13 @@ struct Vector {
   typedef T Type __attribute__((vector_size(kWidth * sizeof(T))));
 };
 
-// Elements kBegin, kBegin + 1, ... of a vector. It is passed by reference, because the processor may lack such vectors.
+// A vector's elements kBegin, kBegin + 1, ... It is passed by reference, because the processor may lack such vectors.
 template <int64_t kBegin, class From, class To, int64_t... i>
 JAXOPS_INLINE void Part(const From& from, To& to, std::integer_sequence<int64_t, i...>) {
   to = __builtin_shufflevector(from, from, (kBegin + i)...);
 }
 
-// The maximum or sum of a vector's kWidth values, pairwise: the upper half joins the lower half, in registers.
+// The maximum or sum over a vector's kWidth values, pairwise: the upper half joins the lower half, in registers.
 template <bool kMax, int64_t kWidth, class T>
 JAXOPS_INLINE T FoldVector(const typename Vector<T, kWidth>::Type& values) {
   constexpr int64_t kHalf = kWidth / 2;
@@ -68,8 +68,8 @@ JAXOPS_INLINE T FoldVector(const typename Vector<T, kWidth>::Type& values) {
     return FoldVector<kMax, kHalf, T>(low);
   }
 }
-// The same for an array, first joined in vectors of 32 bytes. They are read through pointers: GCC turns memcpy into
-// copies of 16 bytes, and then a vector load waits until both halves are written.
+// Does the same for an array, first joined in 32-byte vectors. They are read through pointers: GCC turns memcpy into
+// 16-byte copies, and then a vector load waits until both halves are written.
 template <bool kMax, int64_t kWidth, class T>
 JAXOPS_INLINE void JoinHalves(const T* values, typename Vector<T, 32 / sizeof(T)>::Type& joined) {
   typedef T Unaligned __attribute__((vector_size(32), aligned(alignof(T)), may_alias));
@@ -103,7 +103,7 @@ struct PerRow {
   JAXOPS_INLINE A& operator[](int64_t w) { return value[w]; }
 };
 
-// Loops over `rows` rows of adjacent elements. Element c of row w is number w * columns + c, and f gets both numbers.
+// Loops over `rows` rows with adjacent elements. Element c in row w is number w * columns + c, and f gets both numbers.
 // Each pass visits all rows before the next pass begins, so that folding a short row's sum overlaps with the next rows.
 // If elements remain after a row's last whole pack, a pack that overlaps it computes them.
 template <class A>
@@ -165,13 +165,13 @@ struct RowLoop {
   JAXOPS_INLINE Value Sum(F f) const {
     return SumOf<false>(nullptr, f);
   }
-  // The sum of f; stores f into target.
+  // The sum over f; stores f into target.
   template <class F>
   JAXOPS_INLINE Value MapSum(A* target, F f) const {
     return SumOf<true>(target, f);
   }
 
-  // sums[c] += f(element of column c).
+  // sums[c] += f(element in column c).
   template <class F>
   JAXOPS_INLINE void AddColumns(F f, A* sums) const {
     const RowLoop row_of_sums = {columns, 1};
@@ -229,7 +229,7 @@ struct RowLoop {
     return result;
   }
 
-  // Rows shorter than a pack: in half packs, which overlap as packs do, or one by one.
+  // Computes rows shorter than a pack: in half packs, which overlap as packs do, or one by one.
   template <class F>
   JAXOPS_INLINE void MapFew(F element, A* to) const {
     if (columns < kHalf) {
@@ -243,7 +243,7 @@ struct RowLoop {
     for (int64_t w = 0; w < kHalf; ++w) to[w] = element(w);
     std::memcpy(to + columns - kHalf, last, sizeof(last));
   }
-  // The sum of two halves that overlap.
+  // The sum over two halves that overlap.
   template <class F>
   JAXOPS_INLINE double SumHalves(F element) const {
     const int overlap = static_cast<int>(kPack - columns);
@@ -314,14 +314,14 @@ struct ColumnParts {
   Device* pool = nullptr;    // needed, as is `values`, if there are several parts
   double* values = nullptr;  // [count, lanes]
 
-  // Calls run(context, part) for each part on the pool's threads. Not inlined, else every pass would have a copy.
+  // Calls run(context, part) for each part on the pool's threads. It is not inlined, or every pass would have a copy.
   __attribute__((noinline)) void ForEach(void (*run)(const void*, int64_t), const void* context) const {
     ParallelFor(*pool, std::min(pool->num_threads(), count), count, [=](int64_t, int64_t part) { run(context, part); });
   }
 };
 
-// The same for `rows` rows side by side: element c of row w is number c * pitch + w. lanes: how many rows are computed;
-// results of rows beyond `rows` are ignored.
+// The same loops for `rows` rows side by side: element c of row w is number c * pitch + w. lanes: how many rows are
+// computed; results beyond `rows` are ignored.
 template <class A>
 struct BundleLoop {
   static constexpr int64_t kMaxLanes = 1024;
@@ -369,7 +369,7 @@ struct BundleLoop {
     parts.ForEach([](const void* context, int64_t part) { (*static_cast<const Part*>(context))(part); }, &run_part);
   }
 
-  // Joins the results of reduce(begin, end, values) for all parts, in order.
+  // Joins reduce(begin, end, values) over all parts, in order.
   template <class Run, class Join>
   JAXOPS_INLINE Value Reduce(const Run& reduce, Join join) const {
     double own[kMaxLanes];
@@ -412,7 +412,7 @@ struct BundleLoop {
   JAXOPS_CLONES void SumIn(int64_t begin, int64_t end, F f, double* values) const {
     double excesses[kMaxLanes];
     for (int64_t w = 0; w < lanes; ++w) values[w] = excesses[w] = 0;
-    // Several columns for each read and write of the totals.
+    // Takes several columns for each read and write to the totals.
     const auto add = [&]<int64_t kColumns>(int64_t c) {
 #pragma omp simd
       for (int64_t w = 0; w < lanes; ++w) {
@@ -421,7 +421,7 @@ struct BundleLoop {
           for (int64_t k = 0; k < kColumns; ++k) {
             loops_internal::Add<A>(static_cast<double>(f((c + k) * pitch + w, w)), total, excess);
           }
-        } else {  // in pairs, as in RowLoop
+        } else {  // in pairs, as RowLoop does
           for (int64_t k = 0; k < kColumns; k += 2) {
             const A first = f((c + k) * pitch + w, w), second = f((c + k + 1) * pitch + w, w);
             loops_internal::Add<A>(static_cast<double>(first + second), total, excess);

@@ -1,4 +1,5 @@
-// How packs and single elements are read and written: of tensors of a dtype, and of those that tell theirs.
+// How packs and single elements are read and written, both for a compile-time dtype and for tensors that carry their
+// dtype at run time (AnyTensor). A pack is the elements that a thread takes at once.
 #ifndef JAXOPS_ROWS_PACK_ACCESS_CUH_
 #define JAXOPS_ROWS_PACK_ACCESS_CUH_
 
@@ -12,8 +13,7 @@
 
 namespace jaxops::rows {
 
-// Reads through the cache for data that does not change; every operand of a
-// kernel is such data.
+// Reads through the cache for data that does not change; every kernel operand is such data.
 template <int N, class T>
 __device__ Pack<T, N> ReadPack(const T* source) {
   Pack<T, N> out;
@@ -51,25 +51,26 @@ template <class T>
 __device__ void WriteElement(T* target, T value) {
   *target = value;
 }
-// Rounds value(0), value(1), ... as elements of a tensor are.
+// Rounds value(0), value(1), ... to a tensor's dtype.
 template <int N, class T, class F>
 __device__ Pack<T, N> RoundTo(const T*, const F& value) {
   return ToPack<T, N>(value);
 }
-// Begins to copy the first `inside` elements of a pack, and zeros behind them, to shared memory. stride: from the first
-// vector of 16 bytes to the second, if it takes two.
+// Begins to copy a pack's first `inside` elements, and zeros behind them, to shared memory. stride: from the first
+// 16-byte vector to the second, if a pack takes two.
 template <int N, class T>
 __device__ void CopyPackAsync(uint32_t target, int, const T* source, int inside) {
   constexpr int kBytes = sizeof(T) * N;
   CopyAsync<kBytes>(target, source, inside * static_cast<int>(sizeof(T)));
 }
-// A pack of elements like those of a tensor from shared memory.
+// Reads a pack from shared memory; its elements have the tensor's dtype.
 template <int N, class T>
 __device__ Pack<T, N> LoadSharedPack(const T*, uint32_t address, int) {
   return LoadShared<Pack<T, N>>(address);
 }
 
-// N elements of a tensor that tells its dtype, as their bits: if they have 16, the first half of the words.
+// N elements from a tensor that carries its dtype, as bits. If elements have 16 bits, they take the first half of the
+// words.
 template <int N>
 struct alignas(std::min(16, 4 * N)) AnyPack {
   uint32_t words[N];
@@ -82,7 +83,7 @@ struct alignas(std::min(16, 4 * N)) AnyPack {
   __device__ Pack<T, N>& As() {
     return reinterpret_cast<Pack<T, N>&>(words);
   }
-  // Without branches: reads that come later would wait for what is asked for here.
+  // Has no branches, because later reads would wait for the result of a branch here.
   __device__ Pack<float, N> Widen(DataType type) const {
     return ToPack<float, N>([&](int i) {
       const float bfloat = As<__nv_bfloat16>().template Widen<float>(i), half = As<__half>().template Widen<float>(i);
@@ -90,7 +91,7 @@ struct alignas(std::min(16, 4 * N)) AnyPack {
     });
   }
 };
-// What visit makes of a pointer to the elements of a tensor that tells their dtype.
+// visit(pointer), with a pointer to the dtype that the tensor carries.
 template <class Visit>
 __device__ auto VisitPointer(const AnyTensor& tensor, const Visit& visit) {
   if (tensor.IsWide()) return visit(static_cast<float*>(tensor.data));
@@ -98,7 +99,7 @@ __device__ auto VisitPointer(const AnyTensor& tensor, const Visit& visit) {
   return visit(static_cast<__half*>(tensor.data));
 }
 
-// Several packs of a tensor that have been read: its dtype is asked for once.
+// Widens several packs that have been read from a tensor, and asks for its dtype once.
 template <int N, int kCount>
 __device__ void WidenAll(const AnyTensor& tensor, const AnyPack<N> (&packs)[kCount], Pack<float, N> (&wide)[kCount]) {
   VisitPointer(tensor, [&]<class T>(T*) {
@@ -108,12 +109,12 @@ __device__ void WidenAll(const AnyTensor& tensor, const AnyPack<N> (&packs)[kCou
   });
 }
 
-// inside: how many of the elements there are; zeros stand for the others.
+// inside: how many elements exist; the others are 0.
 template <int N>
 __device__ AnyPack<N> ReadAnyPack(const AnyTensor& source, int inside = N) {
   AnyPack<N> pack = {};
   if constexpr (N == 1) {
-    // Into the whole word: half of one would be joined with the other half before the next read began.
+    // Writes the whole word: half a word would be joined with the other half before the next read began.
     if (inside > 0 && source.IsWide()) pack.words[0] = __ldg(static_cast<const uint32_t*>(source.data));
     if (inside > 0 && !source.IsWide()) pack.words[0] = __ldg(static_cast<const uint16_t*>(source.data));
     return pack;

@@ -1,7 +1,7 @@
-// Row kernels whose blocks stay and take one row after the other: each thread fetches its own packs of the next rows
-// into shared memory by asynchronous copies while it works on the present ones. Parameters that all rows share are read
-// once; and one pass over the tensors also gives each block's share of sums over the rows, column by column, kept in
-// registers until the block has done all its rows.
+// Row kernels whose blocks stay and take one row after the other. While a thread works on the present rows, it copies
+// its own packs of the next rows into shared memory, asynchronously. Parameters that all rows share are read once. The
+// same pass over the tensors can also give each block's share of sums over the rows, column by column. They stay in
+// registers until the block has done all its rows. docs/adding.md explains looped, team, group and chunk.
 #ifndef JAXOPS_ROWS_PERSISTENT_CUH_
 #define JAXOPS_ROWS_PERSISTENT_CUH_
 
@@ -11,9 +11,10 @@
 
 namespace jaxops::rows {
 
-// op(row, op.Parameters(row), op.Scalars(row), sums...) for the rows begin, begin + step, ... below end, which
-// move(row, first) turns to. op.ForEachInput names what is fetched ahead. With P::kAhead in two halves, op.Begin and
-// op.End: what threads send each other for a row travels while they finish the one before it.
+// Runs op(row, op.Parameters(row), op.Scalars(row), sums...) for the rows begin, begin + step, ... below end; move(row,
+// first) turns to a row. op.ForEachInput names the tensors that are fetched ahead. If P::kAhead, the op runs in two
+// halves, op.Begin and op.End: while threads finish one row, the values that they send each other for the next are
+// under way.
 template <class RowType, class Op, class Move, class... Sums>
 __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t step, int64_t end, const Move& move,
                              Sums&... sums) {
@@ -37,7 +38,7 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
       row.SetStage(stage);
       return op.Begin(row, parameters, scalars, sums...);
     };
-    // Of the present row, the next, and the one behind it; outside the rows, of the first again.
+    // Scalars for the present row, the next, and the one after it; outside the rows, for the first row again.
     const auto scalars_of = [&](int64_t first) {
       RowType there = row;
       move(there, first < end ? first : begin);
@@ -101,13 +102,13 @@ __device__ void LoopOverRows(RowType& row, const Op& op, int64_t begin, int64_t 
   WaitCopies<0>();
 }
 
-// A thread's sums over the rows it has seen, for the columns of its packs.
+// A thread's sums over the rows it has seen, for its packs' columns.
 template <class Row, int kCount>
 struct HeldSums {
   using A = typename Row::A;
   A values[kCount][Row::kHeldPacks][Row::kV] = {};
 
-  // Adds one pack of expressions of the present rows.
+  // Adds one pack from each expression, for the present rows.
   template <class... Es>
   __device__ void AddPack(const Row& row, int pack, int column, const Es&... es) {
     if (!Row::kPadded && !row.live()) return;
@@ -121,7 +122,7 @@ struct HeldSums {
   }
 };
 
-// What it takes to add the sums of a block's teams.
+// The shared memory in which a block's teams add their sums.
 template <class Row, int kCount>
 int TeamSumBytes(const Team& team) {
   using P = typename Row::P;
@@ -130,17 +131,17 @@ int TeamSumBytes(const Team& team) {
              : 0;
 }
 
-// Block (group, chunk) takes the rows chunk * teams + k * chunks * teams of its group, k = 0, 1, ... Where the teams
-// are apart each takes all rows of a group of its own, and nothing is added through shared memory: with one chunk a
-// group, and so many groups that they make more blocks than there are at once, however many rows those have.
+// Block (group, chunk) takes rows chunk * teams + k * chunks * teams in its group, k = 0, 1, ... If the teams are
+// apart, each team takes all rows of its own group, and nothing is added through shared memory. That requires one chunk
+// per group, and so many groups that they make more blocks than run at once, however many rows the groups have.
 __host__ __device__ inline bool TeamsApart(int teams, int64_t chunks, int64_t groups, int64_t rows) {
   return chunks == 1 && groups >= kManyBlocks * std::min<int64_t>(rows, 4 * teams);
 }
 template <int kSlots, Layout kLayout>
 using GroupsOf = Axes<kSlots, GeometryOf<kSlots, kLayout>::kRowAxes>;
 
-// Rows of adjacent elements, without broadcast operands or with the same for all of them, lie at even distances: where
-// one begins costs a product.
+// Rows with adjacent elements lie at even distances if they have no broadcast operands or share them all. Then finding
+// a row's start costs one product.
 template <Layout kLayout, class Op>
 using LoopGeometry = std::conditional_t<kLayout == Layout::kGeneral, GeometryOf<Op::kSlots, kLayout>,
                                         Geometry<Op::kSlots, 1, 1, /*kCopied=*/Op::kInputs == 2>>;
@@ -172,7 +173,7 @@ __device__ __forceinline__ void SumRows(const Op& op, const LoopGeometry<kLayout
   const auto move = [&](RowType& row, int64_t begin) { row.MoveTo(begin + team, end, group_offsets); };
   LoopOverRows(row, op, chunk * teams, step, end, move, sums);
 
-  // Where the sums lie: at the columns of the first rows. A team that has none adds zeros.
+  // The sums lie at the first rows' columns. A team without rows adds zeros.
   row.MoveTo(chunk * teams + team, end, group_offsets);
   const auto for_each_sum = [&](const auto& visit) {
     row.ForEachPackInside([&](int pack, int column) {
@@ -218,15 +219,15 @@ __global__ void __maxnreg__(P::kRegisters)
   if constexpr (kRunsHere<P>) SumRows<P, kV, kLayout, A>(op, geometry, groups, results);
 }
 
-// Launches it; false if the device runs no such cluster.
+// Launches the kernel; false if the device cannot run its cluster.
 template <class P, int kV, Layout kLayout, class A, class Op>
 bool LaunchSums(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, const Team& team,
                 const SumResults<A>& results, cudaError_t* status) {
   using RowType = LoopRow<P, kV, kLayout, A, Op>;
   const int teams = TeamsOf<P>(team);
   const int64_t groups = layouts.groups.total, rows = layouts.rows.total, blocks = (rows + teams - 1) / teams;
-  // At most as many chunks as leave every block rows; and one where there are at most four blocks of rows, as the
-  // second kernel, which adds the chunks, would take as long.
+  // Takes at most so many chunks that every block has rows. If the rows make at most four blocks, it takes one chunk,
+  // because the second kernel, which adds the chunks, would take as long.
   SumResults<A> chunked = results;
   chunked.chunks = blocks <= 4 ? 1 : std::min(results.chunks, blocks);
   const int shared = std::max(RowType::SharedBytes(team, op.Inputs()), TeamSumBytes<RowType, Op::kSums>(team));
@@ -242,7 +243,7 @@ bool LaunchSums(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& la
   return true;
 }
 
-// Blocks that stay while rows go by, in one group.
+// The kernel for blocks that stay while rows go by, in one group.
 template <class P, int kV, Layout kLayout, class A, class Op>
 __global__ void __maxnreg__(P::kRegisters)
     PersistentKernel(const __grid_constant__ Op op, const __grid_constant__ LoopGeometry<kLayout, Op> geometry) {
@@ -257,7 +258,7 @@ __global__ void __maxnreg__(P::kRegisters)
   }
 }
 
-// Launches it in one wave of blocks; false if the device runs none.
+// Launches the kernel in one wave of blocks; false if the device runs no such block.
 template <class P, int kV, Layout kLayout, class A, class Op>
 bool LaunchPersistent(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, const Team& team,
                       cudaError_t* status) {

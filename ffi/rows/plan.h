@@ -1,5 +1,10 @@
-// How rows are worked on: which kernel, and its numbers, from their shape, dtype and device alone. Host code without
-// CUDA: tests enumerate it, jaxops.explain prints it, and Python takes the sizes of workspaces from it.
+// Chooses a kernel and its numbers from the rows' shape and dtype and the device alone. It is host code without CUDA:
+// tests enumerate it, jaxops.explain prints it, and Python takes workspace sizes from it.
+//
+// Read the library in this order: plan.h chooses a kernel (limits: tuning.h); launch.cuh turns the plan into template
+// arguments; kernels.cuh, persistent.cuh and segments.cuh hold the kernels; row.cuh is the row that an op's body sees
+// (exchange.cuh joins its values over threads); row_packs.cuh finds a thread's packs, and pack_access.cuh reads and
+// writes them. docs/adding.md explains the words.
 #ifndef JAXOPS_ROWS_PLAN_H_
 #define JAXOPS_ROWS_PLAN_H_
 
@@ -13,45 +18,45 @@
 
 namespace jaxops::rows {
 
-// The dtype that a kernel is compiled for; kAny: tensors tell theirs.
+// The dtype that a kernel is compiled for. kAny: tensors carry their dtype at run time.
 enum class Elements { kBfloat16, kFloat16, kFloat32, kAny, kFloat64 };
-enum class Options { kNone, kMasks, kAny };  // of logits: none, all but a bias, any
+enum class Options { kNone, kMasks, kAny };  // logits' options: none, all but a bias, any
 
-// How the elements of rows lie.
+// How a row's elements lie in memory.
 enum class Layout {
-  kPlain,    // packs are aligned and each lies in one run of adjacent elements; columns are one axis
+  kPlain,    // packs are aligned, each in one run of adjacent elements; columns are one axis
   kShifted,  // columns are one axis, but a row may begin anywhere in a pack
-  kGeneral   // several column axes, or broadcast operands whose elements for a pack lie apart
+  kGeneral   // several column axes, or a broadcast operand's elements for one pack lie apart
 };
 
-// What rows of an op are.
+// Describes an op's rows to the planner.
 struct RowProblem {
   int64_t rows = 1, columns = 1;
   Elements elements = Elements::kFloat32;
-  bool across = false;          // neighbouring rows' elements are adjacent, not those of a row
+  bool across = false;          // elements are adjacent to the neighbouring rows' elements, not to their own row's
   bool packs = true;            // packs lie as Layout::kPlain says
   bool aligned_packs = true;    // x's packs are aligned
   bool single_elements = true;  // single elements lie as Layout::kPlain says
-  bool one_axis = true;         // of columns
-  bool one_row_axis = true;     // and of rows: kernels of few packs know no more
-  bool alike = true;            // blocks may stay: nothing but x and results depends on the row
+  bool one_axis = true;         // columns lie along one axis
+  bool one_row_axis = true;     // rows lie along one axis; kernels with few packs take no more
+  bool alike = true;            // blocks may stay: only x and the results depend on the row
   int inputs = 1;               // tensors that are held
-  int parameters = 0;           // that all rows share
+  int parameters = 0;           // broadcast operands that all rows share
   Options options = Options::kNone;
   bool as_f32 = false;  // the body holds f32 copies of its packs
-  int sums = 0;         // over rows, that a thread keeps for each of its columns
+  int sums = 0;         // sums over rows that a thread keeps for each of its columns
 };
 
-// The kinds of kernels.
+// The kinds of kernels. docs/adding.md explains their words.
 enum class Kernel {
-  kWarpRows,        // lanes of a warp hold a row
-  kBlockRows,       // a block does
-  kClusterRows,     // the blocks of a cluster do
+  kWarpRows,        // a warp's lanes hold a row
+  kBlockRows,       // a block holds a row
+  kClusterRows,     // a cluster's blocks hold a row
   kStreamedRows,    // a block reads a row again in each pass
   kPersistentRows,  // blocks stay, and fetch rows ahead
-  kStagedRows,      // the same of unaligned rows
+  kStagedRows,      // the same, for unaligned rows
   kTileRows,        // rows across, held
-  kStreamedTiles,   // and read again
+  kStreamedTiles,   // rows across, read again in each pass
   kNone
 };
 
@@ -59,10 +64,10 @@ struct RowPlan {
   Kernel kernel = Kernel::kNone;
   Layout layout = Layout::kPlain;
   bool elements = false;  // single elements, not packs
-  int packs = 0;          // a thread holds
-  int lanes = 1;          // threads of a row, in a block
-  int cluster = 1;        // blocks of a row
-  bool any = false;       // by kernels whose tensors tell their dtypes
+  int packs = 0;          // that a thread holds
+  int lanes = 1;          // a row's threads, in one block
+  int cluster = 1;        // blocks that share a row
+  bool any = false;       // runs kernels whose tensors carry their dtypes
 };
 
 constexpr const char* NameOf(Kernel kernel) {
@@ -87,7 +92,7 @@ constexpr const char* NameOf(Kernel kernel) {
       return "no kernel";
   }
 }
-// The plan that a developer tries in place of the chosen one, in the chosen layout; kNone: none (benchmarks/sweep.py).
+// A plan that a developer tries instead of the chosen one, in the chosen layout (benchmarks/sweep.py); kNone: no plan.
 inline RowPlan tried_plan;
 inline RowPlan TriedOr(RowPlan plan) {
   if (tried_plan.kernel == Kernel::kNone || plan.kernel == Kernel::kNone) return plan;
@@ -98,7 +103,7 @@ inline RowPlan TriedOr(RowPlan plan) {
   return tried;
 }
 
-// As jaxops.explain prints it: "BlockRows, 64 lanes x 8 packs".
+// The plan as jaxops.explain prints it: "BlockRows, 64 lanes x 8 packs".
 inline std::string Describe(const RowPlan& plan) {
   std::string text = NameOf(plan.kernel);
   text += ", " + std::to_string(plan.lanes) + (plan.lanes == 1 ? " lane" : " lanes");
@@ -107,37 +112,38 @@ inline std::string Describe(const RowPlan& plan) {
   return text;
 }
 
-// What plans depend on beside the rows.
+// The numbers, other than the rows', that plans depend on.
 struct RowDevice {
-  int capability = 90;           // of the compiled code, as __CUDA_ARCH__ / 10
-  int most_cluster = 16;         // blocks of a cluster
-  int shared_bytes = 211 << 10;  // that a block may have
+  int capability = 90;           // the compiled code's, as __CUDA_ARCH__ / 10
+  int most_cluster = 16;         // the most blocks per cluster
+  int shared_bytes = 211 << 10;  // the most per block
 };
 
-// Elements of a pack: 16 bytes, or, where tensors tell their dtypes, as many as that has of 16 bits; of rows across at
-// most four, as a thread keeps something for each of its rows.
+// Elements per pack: as many as fill 16 bytes. If tensors carry their dtypes, a pack has as many elements as 16-bit
+// dtypes have. Packs across have at most four, because a thread keeps something for each of its rows.
 constexpr int PackOf(Elements elements, bool across) {
   return elements == Elements::kFloat64 ? 1 : elements != Elements::kFloat32 && !across ? 8 : 4;
 }
 
-inline constexpr int kWarpThreads = 128;  // of a block whose warps have rows of their own
+inline constexpr int kWarpThreads = 128;  // per block whose warps have their own rows
 inline constexpr int kStreamedLanes = 512, kStreamedTileLanes = 64;
 
 constexpr int64_t DivideUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The threads of a block for `packs` packs of a row, so many each: a power of two within a warp, else whole warps.
+// A block's threads for a row with `packs` packs, `each` packs per thread: a power of two within a warp, else whole
+// warps.
 constexpr int LanesFor(int64_t packs, int64_t each, bool may_be_warp = true) {
   const int64_t lanes = std::max<int64_t>(DivideUp(packs, each), 1);
   if (may_be_warp && lanes <= 32) return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(lanes)));
   return static_cast<int>(std::max<int64_t>(DivideUp(lanes, 32) * 32, 64));
 }
 
-// The steps of a ladder that a block alone takes.
+// The ladder's steps that one block takes alone.
 constexpr Ladder OfBlocks(Ladder ladder) {
   return ladder.first(std::ranges::count_if(ladder, [](const Step& step) { return step.cluster == 1; }));
 }
 
-// The ladders of an op.
+// An op's ladders.
 constexpr Ladder HeldLadder(Elements elements, int inputs, int parameters, Options options, bool as_f32) {
   if (options == Options::kMasks) return elements == Elements::kBfloat16 ? Ladder(kMasks16) : Ladder(kMasks32);
   if (elements == Elements::kAny) return kHeldAny;
@@ -181,7 +187,8 @@ constexpr Ladder StagedLadder(Elements elements, int parameters, bool sums) {
   return sums || parameters ? Ladder(kStaged) : Ladder(kStagedAlone);
 }
 
-// Whether a step of a ladder runs a kernel of `packs` packs in a warp, a block or a cluster: what is compiled.
+// Whether a step in a ladder runs a kernel with `packs` packs in a warp, block or cluster. Only such kernels are
+// compiled.
 constexpr bool Names(Ladder ladder, Kernel kernel, int packs) {
   int64_t before = 0;
   for (const Step& step : ladder) {
@@ -200,14 +207,14 @@ constexpr bool HasPacks(Ladder ladder, int packs) {
   return std::ranges::any_of(ladder, [=](const Step& step) { return step.packs == packs && step.lanes == 0; });
 }
 
-// The first step that holds a row; none where it is a cluster's and the device has no such.
+// The first step that holds a row; null if that step needs a cluster which the device does not have.
 constexpr const Step* StepFor(Ladder ladder, int64_t length, const RowDevice& device, int more_than = 0) {
   for (const Step& step : ladder)
     if (length <= step.length && step.cluster <= device.most_cluster && step.packs > more_than) return &step;
   return nullptr;
 }
 
-// A row of so many packs (elements) by a ladder; kNone if it has no step for it.
+// Plans a row with `length` packs (or elements) by a ladder; kNone if no step holds it.
 constexpr RowPlan PlanHeld(Ladder ladder, int64_t length, bool elements, const RowDevice& device, int more_than = 0) {
   const Step* const step = StepFor(ladder, length, device, more_than);
   if (!step) return {};
@@ -215,7 +222,7 @@ constexpr RowPlan PlanHeld(Ladder ladder, int64_t length, bool elements, const R
   const Kernel kernel = step->cluster > 1 ? Kernel::kClusterRows : lanes > 32 ? Kernel::kBlockRows : Kernel::kWarpRows;
   return {kernel, Layout::kPlain, elements, step->packs, lanes, step->cluster};
 }
-// The same of few rows: as many threads as there are packs, in kernels of two packs.
+// Does the same for few rows: as many threads as packs, in two-pack kernels.
 constexpr RowPlan PlanFew(int64_t length, int packs, bool elements) {
   const int lanes = LanesFor(length, elements ? packs / 2 : 1);
   return {lanes > 32 ? Kernel::kBlockRows : Kernel::kWarpRows, Layout::kPlain, elements, packs, lanes, 1};
@@ -231,7 +238,7 @@ constexpr RowPlan PlanAcross(const RowProblem& p, const RowDevice& device) {
     const Step* step =
         StepFor(AcrossLadder(elements, p.elements, p.options, p.inputs, p.parameters), p.columns, device);
     const int64_t tiles = DivideUp(p.rows, 8 * (elements ? 1 : pack));
-    // A cluster for rows that are many would have few columns a thread.
+    // If there are many rows, a cluster would leave few columns per thread.
     if (step && elements && step->cluster > 1 && tiles * step->cluster > 4 * kManyBlocks) step = nullptr;
     if (!step) {
       const bool few = tiles * kStreamedTileLanes * 8 <= kFewThreads && device.most_cluster >= 16 && p.columns >= 4096;
@@ -258,14 +265,14 @@ constexpr RowPlan PlanAcross(const RowProblem& p, const RowDevice& device) {
 constexpr RowPlan PlanStaged(const RowProblem& p, const RowDevice& device, bool sums) {
   const Step* const step = StepFor(StagedLadder(p.elements, p.parameters, sums), p.columns, device);
   if (!step) return {};
-  const int64_t share = step->cluster == 1 ? p.columns : DivideUp(p.columns, step->cluster * 32) * 32;  // of a block
+  const int64_t share = step->cluster == 1 ? p.columns : DivideUp(p.columns, step->cluster * 32) * 32;  // per block
   const int lanes = std::max(LanesFor(share, step->packs, step->cluster == 1), 8);
   const int64_t bytes = int64_t{lanes} * step->packs * (p.elements == Elements::kBfloat16 ? 2 : 4) * 3 * p.inputs;
   if (bytes + 1024 > device.shared_bytes) return {};
   return {Kernel::kStagedRows, Layout::kPlain, true, step->packs, lanes, step->cluster};
 }
 
-// f16's own kernels: aligned packs of rows that a warp or a block holds.
+// Plans f16's own kernels, which take aligned packs in rows that a warp or a block holds.
 constexpr RowPlan PlanHalf(const RowProblem& p, const RowDevice& device) {
   if (p.across || !p.packs || p.options != Options::kNone || p.as_f32) return {};
   return PlanHeld(HeldLadder(p.elements, p.inputs, p.parameters, p.options, p.as_f32), DivideUp(p.columns, 8), false,
@@ -287,7 +294,7 @@ constexpr RowPlan PlanAlong(const RowProblem& p, const RowDevice& device) {
       if (packs > least * bytes) {
         if (const Step* const step = StepFor(PersistentLadder(p.elements, p.parameters), packs, device)) {
           const int lanes = LanesFor(DivideUp(packs, step->cluster), step->packs, false);
-          // Fewer rows than one wave of blocks takes would be fetched ahead of nothing.
+          // If there are fewer rows than one wave of blocks takes, no row would be fetched ahead.
           const bool fits = int64_t{lanes} * step->packs * 16 * 3 * p.inputs <= device.shared_bytes;
           if (fits && p.rows * step->cluster * lanes > 2 * kFewThreads)
             return {Kernel::kPersistentRows, Layout::kPlain, false, step->packs, lanes, step->cluster};
@@ -338,17 +345,18 @@ constexpr RowPlan PlanAlong(const RowProblem& p, const RowDevice& device) {
   return streamed(Layout::kGeneral, true);
 }
 
-// The most registers of a kernel of staged rows.
+// The most registers in a kernel for staged rows.
 constexpr int StagedRegisters(bool sums, int inputs, int parameters, int packs) {
   return kStagedRegisters[sums ? 3 : parameters ? 2 : inputs - 1][packs < 33 ? 0 : packs == 33 ? 1 : 2];
 }
-// How many elements of a thread lie in every row, in every block: its first, which are read without a question. Threads
-// are the fewest whole warps that hold a block's share: at least half of them do, of a cluster's, which has 96 and
-// more, two thirds, less the 31 columns that each other block may have more than the last.
+// How many of a thread's elements lie in every row, in every block. They are its first ones, and they are read without
+// a test. There are as few whole warps as hold a block's share, so at least half a thread's elements lie in the row. In
+// a cluster, which has 96 threads and more, it is two thirds, less the 31 columns that each other block may have more
+// than the last.
 constexpr int SureElements(int packs, bool cluster) { return !cluster ? packs / 2 : packs == 33 ? 21 : 38; }
 
-// A kernel of packs with sums over rows: its most registers, the rows in shared memory (fetched ahead, all but one),
-// and whether it keeps parameters there, too, because they do not fit into registers beside the sums.
+// A kernel with packs and sums over rows: its most registers, how many rows lie in shared memory (all but one are
+// fetched ahead), and whether parameters lie there too, because they do not fit into registers beside the sums.
 struct SumsKernel {
   int registers, stages;
   bool shared;
@@ -362,7 +370,7 @@ constexpr SumsKernel SumsKernelOf(Elements elements, Kernel kernel, int packs, i
   return {registers, stages, shared};
 }
 
-// f16's plan by its own kernels, if there is one, else by those whose tensors tell their dtypes.
+// Plans f16 by its own kernels, if one fits, else by the kernels whose tensors carry their dtypes.
 template <class Plan>
 constexpr RowPlan OwnOrAny(RowProblem problem, const Plan& plan_for) {
   RowPlan plan = plan_for(problem);
@@ -373,7 +381,7 @@ constexpr RowPlan OwnOrAny(RowProblem problem, const Plan& plan_for) {
   return plan;
 }
 
-// The plan of rows without sums over them.
+// Plans rows without sums over them.
 constexpr RowPlan PlanRows(const RowProblem& problem, const RowDevice& device = {}) {
   return OwnOrAny(problem, [&](const RowProblem& p) {
     if (p.elements == Elements::kFloat16) return PlanHalf(p, device);
@@ -381,18 +389,18 @@ constexpr RowPlan PlanRows(const RowProblem& problem, const RowDevice& device = 
   });
 }
 
-// What kernels with sums over rows take of shared memory: the rows that are fetched, or, as much if that is more, the
-// sums of the rows that a block has at once.
+// The shared memory that kernels with sums over rows need: the fetched rows or, if that is more, the sums for the rows
+// that a block has at once.
 constexpr int64_t SharedBytesOf(const RowProblem& p, const RowPlan& plan) {
   const bool warp = plan.kernel == Kernel::kWarpRows || (plan.lanes <= 32 && plan.cluster == 1);
-  const int64_t places = int64_t{warp ? kWarpThreads : plan.lanes} * plan.packs;  // a pack's, an element's
+  const int64_t places = int64_t{warp ? kWarpThreads : plan.lanes} * plan.packs;  // per pack or element
   const int64_t element = p.elements == Elements::kBfloat16 ? 2 : 4;
   if (plan.kernel == Kernel::kStagedRows) return (places + 32) * element * 3 * p.inputs;
   const int64_t width = plan.elements ? 1 : PackOf(p.elements, false);
   const int64_t of_teams = warp ? places * width * 4 * p.sums : 0;
   if (plan.elements) return of_teams;
   const SumsKernel kernel = SumsKernelOf(p.elements, plan.kernel, plan.packs, p.sums);
-  const int64_t vectors = p.elements == Elements::kAny ? 2 : 1;  // of a pack: it may have elements of 32 bits
+  const int64_t vectors = p.elements == Elements::kAny ? 2 : 1;  // per pack: elements may have 32 bits
   const int64_t parameters = kernel.shared ? p.parameters * width / 4 : 0;
   return std::max(places * 16 * (p.inputs * kernel.stages * vectors + parameters), of_teams);
 }
@@ -421,14 +429,14 @@ constexpr RowPlan PlanOwnSums(const RowProblem& p, const RowDevice& device) {
   plan.layout = p.single_elements && p.elements != Elements::kFloat64 ? Layout::kPlain : Layout::kGeneral;
   return plan;
 }
-// The same with sums over the rows; kNone: they take another kernel.
+// Plans rows with sums over them; kNone: they take another kernel.
 constexpr RowPlan PlanSums(const RowProblem& problem, const RowDevice& device = {}) {
   return OwnOrAny(problem, [&](const RowProblem& p) { return PlanOwnSums(p, device); });
 }
 
-// Long rows, for so few of them, are split into segments, runs of their columns, for blocks that do not wait for each
-// other (rows/segments.cuh). All segments but the last have a multiple of so many columns, whole runs of packs for
-// every thread, and a block has so many rows.
+// Rows that are too long, and too few, are split into segments (parts in docs/adding.md): runs of columns for blocks
+// that do not wait for each other (rows/segments.cuh). `multiple`: every segment except the last has a multiple of so
+// many columns, which gives every thread whole runs of packs. `rows`: how many rows a block has.
 struct SegmentShape {
   int64_t multiple, rows;
 };
@@ -436,10 +444,10 @@ constexpr SegmentShape SegmentsOf(bool across, bool elements) {
   return !across ? SegmentShape{4096, 1} : elements ? SegmentShape{1024, 4} : SegmentShape{256, 64};
 }
 
-// Into how many segments at most; 0: they are not split, as they are not worth a second reading. About two waves of an
-// H200's blocks, of which each of 132 multiprocessors holds 2, or 4. column_axes: how many axes columns lie along;
-// mixed: the dtypes of x and the result differ. Nothing but the operands decides, so that results do not depend on the
-// device.
+// The most segments into which rows are split. 0: they are not split, because a second reading would cost more than
+// splitting gains. The number makes about two waves of blocks on an H200, whose 132 multiprocessors hold 2 or 4 such
+// blocks each. several_axes: columns lie along several axes; mixed: x and the result differ in dtype. The operands
+// alone decide, so that results do not depend on the device.
 constexpr int64_t PlanSegments(int64_t rows, int64_t columns, bool across, bool adjacent_packs, bool several_axes,
                                int itemsize, bool mixed, bool backward) {
   if (rows == 0) return 0;
@@ -458,17 +466,17 @@ constexpr int64_t PlanSegments(int64_t rows, int64_t columns, bool across, bool 
   return DivideUp(columns, DivideUp(columns, wanted * shape.multiple) * shape.multiple);
 }
 
-// How many clusters of blocks an H200 holds at once. Those of 4 or more leave multiprocessors without any.
+// How many clusters an H200 holds at once. Clusters with 4 or more blocks leave some multiprocessors without any.
 constexpr int64_t ClustersAtOnce(int threads, int registers, int64_t shared_bytes, int cluster) {
-  constexpr int64_t kRegisters = 65536, kThreads = 2048, kShared = 228 << 10, kOwnShared = 5 << 10;  // of a block
+  constexpr int64_t kRegisters = 65536, kThreads = 2048, kShared = 228 << 10, kOwnShared = 5 << 10;  // per block
   const int64_t blocks = std::min({kRegisters / (int64_t{threads} * DivideUp(registers, 8) * 8), kThreads / threads,
                                    kShared / (shared_bytes + kOwnShared)});
   const int64_t multiprocessors = cluster <= 2 ? 132 : cluster <= 8 ? 120 : 112;
   return std::max<int64_t>(multiprocessors * blocks / cluster, 1);
 }
 
-// Into how many chunks the rows of a call are best divided for sums over them: each is a block's or a cluster's, and
-// all are worked on at once.
+// The best number of chunks for sums over a call's rows. Each chunk belongs to a block or a cluster, and all chunks are
+// worked on at once.
 inline int64_t PlanChunks(RowProblem p) {
   const RowPlan plan = p.across ? RowPlan{} : TriedOr(PlanSums(p));
   if (plan.any) p.elements = Elements::kAny;

@@ -1,13 +1,10 @@
-// Rows, as an op body sees them. A body is algebra: it loads rows, maps and
-// reduces them, and stores the result; which threads share a row, where it
-// lives between passes and how many rows a thread works on is the row's
-// business.
+// Rows as an op's body sees them. A body is algebra: it loads rows, maps and reduces them, and stores the result. The
+// row decides which threads share it, where it lives between passes, and how many rows a thread works on.
 //
-// A row's values are expressions: e(pack, column) gives a function of i, the
-// value at position i of that pack, whose first element lies in `column`.
-// Expressions are evaluated where they are used, pack by pack, so a held row
-// stays in registers in its own dtype, and a streamed row is read again by each
-// pass. One value a row is an expression too.
+// A row's values are expressions: e(pack, column) returns a function of i, which gives the value at position i in that
+// pack; the pack's first element lies in `column`. Expressions are evaluated when they are used, pack by pack.
+// Therefore a held row stays in registers in its own dtype, and a streamed row is read again by each pass. One value
+// per row is an expression too. docs/adding.md explains pack, held, streamed, staged and slot.
 #ifndef JAXOPS_ROWS_ROW_CUH_
 #define JAXOPS_ROWS_ROW_CUH_
 
@@ -18,7 +15,7 @@
 
 namespace jaxops::rows {
 
-// fn applied to the values of one or more expressions.
+// Applies fn to the values of one or more expressions.
 template <class Fn, class... Es>
 __device__ auto Map(Fn fn, const Es&... es) {
   return [=](int pack, int column) { return [=, ... values = es(pack, column)](int i) { return fn(values(i)...); }; };
@@ -46,7 +43,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     if constexpr (kOneCount) count_ = CountColumns();
   }
 
-  // One value for each of the thread's rows: an expression.
+  // One value for each row that the thread has: an expression.
   template <class B>
   struct PerRow {
     B value[kRows];
@@ -63,7 +60,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     __device__ void operator()(int, int) const {}
   };
 
-  // fn of values of the same row.
+  // Applies fn to values of the same row.
   template <class Fn, class... Bs>
   static __device__ auto Each(Fn fn, const PerRow<Bs>&... values) {
     PerRow<decltype(fn(values.value[0]...))> out;
@@ -88,7 +85,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     }
   };
 
-  // The same, each row times a positive number.
+  // The same, with each row multiplied by a positive number.
   template <class T>
   struct Scaled {
     Held<T> x;
@@ -98,9 +95,8 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     }
   };
 
-  // A tensor of x's shape. `outside`, what stands in the packs beyond a row's
-  // edges, should leave its reductions alone. kInput: the tensor's number among
-  // the op's inputs, for rows that are fetched ahead.
+  // A tensor in x's shape. `outside` stands in packs beyond a row's edges, and should not change the row's reductions.
+  // kInput: the tensor's number among the op's inputs, for rows that are fetched ahead.
   template <int kInput = 0, class Source>
   __device__ auto Load(const Source& tensor, ElementOf<Source> outside = ElementOf<Source>(0.0f)) const {
     if constexpr (kHeld) {
@@ -117,14 +113,13 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     }
   }
 
-  // Rounded as the elements of a tensor are.
+  // The sum, rounded to the tensor's dtype.
   template <class Source, class T>
   static __device__ Pack<T, kV> AddPacks(const Source& like, const Pack<T, kV>& a, const Pack<T, kV>& b) {
     return RoundTo<kV>(like, [&](int i) { return a.template Widen<A>(i) + b.template Widen<A>(i); });
   }
 
-  // x + residual, rounded to their dtype and stored as the sum; x alone if
-  // there is no residual.
+  // x + residual, rounded to their dtype and stored as the sum; x alone if residual is absent.
   template <class Source, class Target>
   __device__ auto LoadSum(const Source& x, const Source& residual, const Target& sum) const {
     if constexpr (kHeld) {
@@ -151,7 +146,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     }
   }
 
-  // An expression's values, computed now and kept, where the row is held.
+  // Computes an expression's values now and keeps them, if the row is held.
   template <class E>
   __device__ auto Keep(const E& expression) const {
     if constexpr (kHeld) {
@@ -167,7 +162,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     }
   }
 
-  // The values of all packs, whether the row has columns there or not.
+  // The values in all packs, whether the row has columns there or not.
   template <class E>
   static __device__ Held<A> KeepAll(const E& expression) {
     Held<A> held;
@@ -176,14 +171,13 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     return held;
   }
 
-  // The same where registers are to spare beside a row's packs, which is where
-  // rows are fetched ahead.
+  // Keeps values if registers are to spare beside a row's packs, which is so if rows are fetched ahead.
   template <class E>
   __device__ E KeepFew(const E& expression) const {
     return expression;
   }
 
-  // The same in the kernels of few rows: what is loaded comes while the threads join their values.
+  // Does the same in kernels for few rows: loads arrive while the threads join their values.
   template <class E>
   __device__ auto KeepOfFew(const E& expression) const {
     if constexpr (Packs::kOneRow && (P::kPacks <= 2 || (kV == 1 && P::kPacks == 8)) && P::kPacks > 0) {
@@ -193,7 +187,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     }
   }
 
-  // A broadcast operand of the accumulator's dtype; `absent` if there is none.
+  // A broadcast operand with the accumulator's dtype; `absent` if it is missing.
   template <int kSlot>
   __device__ auto LoadParameter(const A* data, A absent) const {
     return [this, data, absent](int pack, int column) {
@@ -205,8 +199,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     };
   }
 
-  // A broadcast operand of any floating dtype, as values of the accumulator's;
-  // `absent` if there is none.
+  // A broadcast operand with any floating dtype, as accumulator values; `absent` if it is missing.
   template <int kSlot>
   __device__ Pack<A, kV> ReadOperand(const AnyTensor& operand, int pack, int column, A absent) const {
     Pack<A, kV> values;
@@ -227,8 +220,8 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     return values;
   }
 
-  // What `combine` makes of a broadcast operand of any floating dtype, held: combine(values) -> Held<A>; `absent` if
-  // there is none. The dtype is asked for once, not for each pack: else no read could start before the last had ended.
+  // combine(values) -> Held<A>, applied to a broadcast operand with any floating dtype and held; `absent` if it is
+  // missing. The dtype is asked for once. If each pack asked, no read could start before the last had ended.
   template <int kSlot, class Combine>
   __device__ Held<A> CombineOperand(const AnyTensor& operand, A absent, const Combine& combine) const {
     const auto read = [&]<class T>(const T* data) {
@@ -251,8 +244,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     }
   }
 
-  // Whether a condition on values of the same row holds for all rows of the
-  // thread.
+  // Whether a condition on values of the same row holds for all rows that the thread has.
   template <class Fn, class... Bs>
   static __device__ bool All(Fn condition, const PerRow<Bs>&... values) {
     bool all = true;
@@ -261,8 +253,8 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     return all;
   }
 
-  // Stores an expression; `beyond` in the columns that are left out. Padded rows leave none out: there the expression
-  // gives `beyond` itself.
+  // Stores an expression, and `beyond` in columns that are left out. A padded row leaves no columns out, so its
+  // expression gives `beyond` itself.
   template <class Target, class E>
   __device__ void Store(const Target& tensor, const E& expression, A beyond = 0) const {
     using T = ElementOf<Target>;
@@ -279,7 +271,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     });
   }
 
-  // One value a row, in the layout of a slot.
+  // One value per row, in a slot's layout.
   template <int kSlot>
   __device__ PerRow<A> LoadRow(const A* source) const {
     PerRow<A> out;
@@ -295,7 +287,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
       if (this->live_) target[this->template RowOffset<kSlot>(r)] = values.value[r];
   }
 
-  // A thread's part of what is to be joined over each of its rows by J, or its warp's.
+  // A thread's share, or its warp's, in the join by J over each of its rows.
   template <class J_, int kCount_, bool kOfWarp_>
   struct Part {
     using J = J_;
@@ -307,7 +299,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
       return Row::Component<k>(values);
     }
   };
-  // Of the joins of expressions' values, for one walk along the rows, which also calls visit(pack, column).
+  // The share in each expression's join, from one walk along the rows, which also calls visit(pack, column).
   template <class M, class Visit, class... Es>
   __device__ auto PartOfEach(const Visit& visit, const Es&... es) const {
     Part<EachBy<M>, sizeof...(Es), false> part;
@@ -318,8 +310,8 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
   __device__ auto PartOf(const E& expression) const {
     return PartOfEach<M>(Nothing{}, expression);
   }
-  // Of the count of the values, their mean and the sum of their squared deviations from it: each warp takes deviations
-  // from a mean of its own. kWeighted: only values of weight 1 count, not those of weight 0.
+  // The share in the values' count, mean and sum of squared deviations from it; each warp takes deviations from its own
+  // mean. kWeighted: only values with weight 1 count, not values with weight 0.
   template <bool kWeighted, class E, class W>
   __device__ auto PartOfMoments(const E& values, const W& weights) const {
     const auto counted = [](A value, A weight) { return kWeighted && weight == 0 ? A{0} : value; };
@@ -345,7 +337,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
       const A deviation = counted(value - origin, weight);
       return deviation * deviation;
     };
-    // Packs beyond the columns are zeros, and deviate from 0 by nothing.
+    // Packs beyond the columns are zeros, and their deviation from 0 is 0.
     const auto origin = [&](int pack, int column) {
       return [value = mean(pack, column), inside = !Packs::kPadded || this->Begins(pack, column)](int i) {
         return inside ? value(i) : A{0};
@@ -360,7 +352,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     return part;
   }
 
-  // The join of the parts of all threads of a row, known to all of them.
+  // Joins the shares of all threads in a row; every thread gets the result.
   template <class Part>
   __device__ Part Join(Part part) {
     if constexpr (Part::kOfWarp) {
@@ -370,7 +362,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     }
     return part;
   }
-  // The same in two steps: see Exchange.
+  // Does the same in two steps: see Exchange.
   template <class Part>
   __device__ void Post(Part part) {
     static_assert(kRows == 1);
@@ -382,13 +374,13 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     return {{exchange_.template Collect<typename Part::J, Values<A, Part::kCount>>()}};
   }
 
-  // The join of an expression's values over each row.
+  // Joins an expression's values over each row.
   template <class M, class E>
   __device__ PerRow<A> Reduce(const E& expression) {
     return Join(PartOf<M>(expression)).template Component<0>();
   }
 
-  // Of max(x) and the total of exp(x - max(x)).
+  // The share in max(x) and the total of exp(x - max(x)).
   template <class E>
   __device__ auto PartOfExponentials(const E& x) const {
     Part<Exponentials, 2, kHeld> part;
@@ -396,7 +388,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
       Values<A, 1> max[kRows], totals[kRows];
       FoldMax(max, x);
       exchange_.template JoinWarp<EachBy<Max>>(max);
-      // Added to a sum of about 1, each of many small ones is rounded: fewer at a time.
+      // If many small values are added to a sum near 1, each is rounded; therefore fewer are added at a time.
       constexpr int kParts = P::kStaged ? 4 : kFoldParts;
       Fold<Sum, false, kParts>(totals, Nothing{}, Map(Exponential{}, x, Each(Finite{}, Component<0>(max))));
       exchange_.template JoinWarp<EachBy<Sum>>(totals);
@@ -408,12 +400,11 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     return part;
   }
 
-  // The join of those, for one exchange between warps.
+  // Joins these shares in one exchange between warps.
   template <class E>
   __device__ auto ReduceExponentials(const E& x) {
     if constexpr (kHeld && P::kAcross) {
-      // So many rows a thread that a second exchange is cheaper than the
-      // exponentials of the joins.
+      // A thread has so many rows that a second exchange is cheaper than the joins' exponentials.
       Values<A, 1> maxima[kRows];
       FoldMax(maxima, x);
       exchange_.template Join<EachBy<Max>>(maxima);
@@ -428,7 +419,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
   }
 
  protected:
-  // Over the lanes of each warp.
+  // Joins over each warp's lanes.
   template <class J, class V>
   __device__ void JoinWarp(V& values) const {
     exchange_.template JoinWarp<J>(values);
@@ -442,7 +433,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     __device__ A operator()(A value, A origin) const { return Exp(value - origin); }
   };
 
-  // An expression, neutral to M beyond a row's edges.
+  // An expression, with M's neutral value beyond a row's edges.
   template <class M, class E>
   __device__ auto OnlyInside(const E& expression) const {
     return [=, this](int pack, int column) {
@@ -460,10 +451,9 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     return out;
   }
 
-  // A thread's joins of each expression, in kParts interleaved parts; a
-  // streamed row's also in runs of kRun packs, so that rounding errors grow
-  // with the square root of a row's length instead of with the length.
-  // kOnlyInside: for expressions that are not neutral beyond a row's edges.
+  // A thread's join of each expression, in kParts interleaved parts. A streamed row is also joined in runs of kRun
+  // packs, so that rounding errors grow with the square root of a row's length instead of with the length. kOnlyInside:
+  // for expressions that are not neutral beyond a row's edges.
   static constexpr int kFoldParts = P::kAcross || kV == 1 ? 1 : 2;
   template <class M, bool kOnlyInside = false, int kParts = kFoldParts, class Visit, class... Es>
   __device__ void Fold(Values<A, sizeof...(Es)> (&out)[kRows], const Visit& visit, const Es&... es) const {
@@ -509,7 +499,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     ForEachPack(add, flush);
   }
 
-  // A thread's largest value of each row, of 16-bit elements two at a time.
+  // A thread's largest value in each row; 16-bit elements are taken two at a time.
   template <class E>
   __device__ void FoldMax(Values<A, 1> (&out)[kRows], const E& x) const {
     Fold<Max>(out, Nothing{}, x);
@@ -538,8 +528,7 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     for (int r = 0; r < kRows; ++r) out[r].v[0] *= z.factor.value[r];
   }
 
-  // A streamed row's share of max and total of exponentials, in one walk; in
-  // runs as Fold.
+  // A thread's share in a streamed row's maximum and total of exponentials, from one walk, in runs as in Fold.
   template <class E>
   __device__ void FoldExponentials(Values<A, 2> (&out)[kRows], const E& x) const {
     const Values<A, 2> nothing = Exponentials::Identity<A>();
@@ -554,7 +543,8 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
       }
     };
     if constexpr (P::kAcross) {
-      // An exponential for what is there already: a row's values of several columns at a time.
+      // Takes several columns' values at a time, so that rescaling the earlier total needs one exponential for them
+      // all.
       const auto join = [&](const auto&... values) {
 #pragma unroll
         for (int i = 0; i < kV; ++i) {
@@ -581,12 +571,12 @@ class Row : public RowPacks<P, kPack, kLayout, G, kPadded> {
     }
   }
 
-  // How many columns the warp has of a row, and 1 / that.
+  // How many of a row's columns the warp has, and 1 / that number.
   struct Count {
     A count, share;
   };
   static constexpr bool kOneWarp = P::kInWarp;
-  static constexpr bool kOneCount = (P::kAhead || P::kStaged) && !kShifted;  // the same for all rows
+  static constexpr bool kOneCount = (P::kAhead || P::kStaged) && !kShifted;  // all rows have the same
   static __device__ A ShareOf(A count) { return kOneWarp || count > 0 ? Reciprocal(count) : A{0}; }
   __device__ Count CountColumns() const {
     const A count = kOneWarp ? columns() : this->ColumnsOfWarp();

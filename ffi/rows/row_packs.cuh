@@ -1,5 +1,5 @@
-// The packs of rows that a thread works on: which they are, where they lie in
-// each tensor, and how they are read and written.
+// A thread's packs of its rows: which they are, where they lie in each tensor, and how they are read and written.
+// docs/adding.md explains pack, held, streamed, staged, shifted and slot.
 #ifndef JAXOPS_ROWS_ROW_PACKS_CUH_
 #define JAXOPS_ROWS_ROW_PACKS_CUH_
 
@@ -13,10 +13,9 @@
 
 namespace jaxops::rows {
 
-// A pack from any address, for words of 4 bytes: out of the aligned vectors
-// around them, as far as they hold one of the words [first, end), counted from
-// the source; zeros elsewhere. An aligned vector that holds a word of an array
-// lies in its allocation.
+// A pack from any address, for 4-byte words. It is taken from the aligned vectors around it, as far as they hold a word
+// in [first, end), counted from the source; other words are 0. An aligned vector that holds a word of an array lies in
+// the array's allocation.
 template <class T, int N>
 __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
   static_assert(sizeof(T) == 4 && N % 4 == 0);
@@ -41,9 +40,9 @@ __device__ Pack<T, N> ReadUnaligned(const T* source, int first, int end) {
   return out;
 }
 
-// kPadded: packs beyond a row's end hold what leaves the body's results alone,
-// so that they are not tested for but where they are read and stored: zeros,
-// as rows beyond the last are, or, of single elements, what the body masks.
+// kPadded: packs beyond a row's end hold values that do not change the body's results, so they are tested for only when
+// they are read and stored. The values are zeros, as in rows beyond the last. Single elements hold values that the body
+// masks.
 template <class P_, int kPack, Layout kLayout_, class G, bool kPadded_>
 class RowPacks {
  public:
@@ -55,7 +54,7 @@ class RowPacks {
   static constexpr int kSlots = G::kSlots;
   static constexpr Layout kLayout = kLayout_;
   static constexpr bool kHeld = P::kPacks > 0;
-  static constexpr int kRows = P::kAcross ? kV : 1;            // that a thread works on
+  static constexpr int kRows = P::kAcross ? kV : 1;            // rows per thread
   static constexpr bool kOneRow = !P::kAcross && !P::kInWarp;  // a block has one row
   static constexpr int kHeldPacks = kHeld ? P::kPacks : 1;
 
@@ -73,8 +72,8 @@ class RowPacks {
     }
   }
 
-  // Turns to the row `first` of a group whose offsets are given; across, to kV rows from there. From `end` on the last
-  // rows are repeated, and nothing is stored.
+  // Turns to row `first` in a group whose offsets are given; across, to kV rows from there. From `end` on, the last
+  // rows are repeated and nothing is stored.
   __device__ void MoveTo(int64_t first, int64_t end, const int64_t (&group)[G::kSlots]) {
     limit_ = std::numeric_limits<int>::max();
     live_ = first < end;
@@ -91,24 +90,22 @@ class RowPacks {
     }
   }
 
-  // Turns to the rows of this thread's team among a block's, which begin with `begin`.
+  // Turns to this thread's team's rows among a block's rows, which begin with `begin`.
   __device__ void MoveToTeam(int64_t begin, int64_t end, const int64_t (&group)[G::kSlots]) {
     MoveTo(begin + Team() * kRows, end, group);
   }
   __device__ int Team() const { return TeamOfThread<P>(geometry_.team); }
-  // Rows of a block.
+  // Rows per block.
   static __host__ __device__ int BlockRows(const rows::Team& team) { return TeamsOf<P>(team) * kRows; }
 
   __device__ int columns() const { return static_cast<int>(geometry_.columns.total); }
   __device__ bool live() const { return live_; }
 
-  // Leaves out the columns from `limit` on, as far as they fill packs, until
-  // the next MoveTo.
+  // Leaves out the columns from `limit` on, as far as they fill packs, until the next MoveTo.
   __device__ void Limit(int limit) { limit_ = limit; }
 
-  // Calls fn(pack, column) for the thread's packs, and after() behind each run
-  // of at most kRun of them. An unaligned row's first pack begins at the pack
-  // boundary before the row, so that all accesses are aligned: its column is
+  // Calls fn(pack, column) for the thread's packs, and after() behind each run of at most kRun packs. An unaligned
+  // row's first pack begins at the pack boundary before the row, so that all accesses are aligned; its column is
   // negative.
   template <class Fn, class After>
   __device__ void ForEachPack(Fn fn, After after) const {
@@ -142,19 +139,19 @@ class RowPacks {
     ForEachPack(fn, [] {});
   }
 
-  // Of a held row, the packs that are read whatever kPadded: those that begin before its end and its limit.
+  // Visits the packs of a held row that are read whatever kPadded is: those before its end and its limit.
   template <class Fn>
   __device__ void ForEachPackRead(Fn fn) const {
     ForEachPackBefore(min(end(), limit_), fn);
   }
-  // How many of the thread's packs those are: its first.
+  // How many packs of the thread these are; they are its first.
   __device__ int CountRead() const {
     const int columns = min(end(), limit_) - FirstColumn();
     return static_cast<int>((static_cast<unsigned>(max(columns, 0)) + step_ - 1) / step_);
   }
 
-  // Calls fn(columns...) for kFew packs of a streamed row at a time, fn(column)
-  // for those left over, and after() behind each run.
+  // Calls fn(columns...) for kFew packs of a streamed row at a time, fn(column) for the packs left over, and after()
+  // behind each run.
   template <int kFew, class Fn, class After>
   __device__ void ForEachFewPacks(Fn fn, After after) const {
     static_assert(!kHeld && kRun % kFew == 0);
@@ -173,36 +170,35 @@ class RowPacks {
     after();
   }
 
-  // The packs that hold columns of the row, whatever kPadded.
+  // Visits the packs that hold columns of the row, whatever kPadded is.
   template <class Fn>
   __device__ void ForEachPackInside(Fn fn) const {
     ForEachPackBefore(end(), fn);
   }
 
-  // Whether a padded row's packs from `pack` on all lie beyond its end, in all threads: asked for every fourth of
-  // single elements. (For every eighth of staged rows it took longer.)
+  // Whether all threads' packs from `pack` on lie beyond a padded row's end. Single elements ask this every fourth
+  // time. (For staged rows, asking every eighth time took longer.)
   __device__ bool LeavesFrom(int pack) const {
     constexpr int kFew = kV == 1 && !P::kStaged ? 4 : kHeldPacks;
     return pack > 0 && pack % kFew == 0 && pack * step_ >= columns();
   }
 
-  // Where the columns end that this block may have.
+  // Where the columns that this block may have end.
   __device__ int end() const { return P::kSegment || (P::kStaged && P::kClusters) ? end_ : columns(); }
-  // Whether a pack begins before that.
+  // Whether a pack begins before that end.
   __device__ bool Begins(int pack, int column) const { return pack < P::kSure || column < end(); }
 
-  // Whether all positions of a pack belong to the row.
+  // Whether a pack's positions all belong to the row.
   __device__ bool Whole(int column) const {
     return !kShifted || static_cast<unsigned>(column) < static_cast<unsigned>(max(columns() - kV + 1, 0));
   }
 
-  // Whether position i of a pack belongs to the row.
+  // Whether a pack's position i belongs to the row.
   __device__ bool Inside(int column, int i) const {
     return !kShifted || static_cast<unsigned>(column + i) < static_cast<unsigned>(columns());
   }
 
-  // A pack of a tensor of x's shape, with its neighbours' elements where it
-  // overlaps the row's edges.
+  // A pack from a tensor in x's shape, with its neighbours' elements where it overlaps the row's edges.
   template <class T>
   __device__ Pack<T, kV> Read(const T* tensor, int pack, int column) const {
     const int64_t offset = Offset(0, pack, column);
@@ -216,7 +212,7 @@ class RowPacks {
   __device__ Pack<float, kV> Read(const AnyTensor& tensor, int pack, int column) const {
     return ReadAny(tensor, pack, column).Widen(tensor.type);
   }
-  // All packs of held rows.
+  // Reads all packs, if rows are held.
   template <class T>
   __device__ void ReadAll(const T* tensor, Pack<T, kV> (&packs)[kHeldPacks]) const {
     ForEachPackRead([&](int pack, int column) { packs[pack] = Read(tensor, pack, column); });
@@ -238,7 +234,8 @@ class RowPacks {
     }
   }
 
-  // The same for all packs of held rows. Where a row has warps of its own, few of them see an edge: a branch a row.
+  // Does the same for all packs, if rows are held. If a row has its own warps, few warps see an edge; then one branch
+  // per row suffices.
   template <class T>
   __device__ void ClipEdges(Pack<T, kV> (&packs)[kHeldPacks], T outside) const {
     if constexpr (kShifted) {
@@ -254,7 +251,7 @@ class RowPacks {
     }
   }
 
-  // A pack of a broadcast operand; anything beyond the row's edges.
+  // A pack from a broadcast operand; its values beyond the row's edges are arbitrary.
   template <int kSlot, class T>
   __device__ Pack<T, kV> ReadBroadcast(const T* data, int pack, int column) const {
     constexpr bool kAdjacent = kLayout == Layout::kPlain && !P::kAcross;  // as the row's own elements are
@@ -275,7 +272,7 @@ class RowPacks {
     }
   }
 
-  // The offset in a layout of a pack's first element. kAdjacent: those of a row are adjacent in it.
+  // The offset in a layout at which a pack begins. kAdjacent: a row's elements are adjacent in it.
   template <bool kAdjacent = false>
   __device__ int64_t Offset(int slot, int pack, int column) const {
     const int64_t start = offsets_[slot];
@@ -291,7 +288,7 @@ class RowPacks {
   }
   __device__ int64_t Step(int slot) const { return geometry_.steps[slot]; }
 
-  // The offset in a layout of the first row's column 0.
+  // The offset in a layout at which the first row's column 0 lies.
   __device__ int64_t Origin(int slot) const { return offsets_[slot] - FirstColumn() * ColumnStride(slot); }
 
   template <class Target>
@@ -319,15 +316,16 @@ class RowPacks {
   }
 
   static constexpr int kRun = 16;
-  // Packs of a streamed row that are read at once. What is not plain takes several times the instructions a pack:
-  // unrolled four times it would be a third of a kernel's file. Of unaligned rows the longest alone are streamed.
+  // How many packs of a streamed row are read at once. A pack that is not plain takes several times as many
+  // instructions: unrolled four times, this code would be a third of a kernel's file. Among unaligned rows only the
+  // longest are streamed.
   static constexpr int kUnrolled = [] {
     if constexpr (P::kSegment) return P::kFew;
     return kLayout == Layout::kPlain ? 4 : kShifted ? 1 : 2;
   }();
-  static constexpr int kWide = P::kAcross ? 1 : kV;  // columns a pack
+  static constexpr int kWide = P::kAcross ? 1 : kV;  // columns per pack
 
-  // For the packs that begin before `to`.
+  // Visits the packs that begin before `to`.
   template <class Fn>
   __device__ void ForEachPackBefore(int to, Fn fn) const {
     if constexpr (kHeld) {
@@ -341,9 +339,9 @@ class RowPacks {
     }
   }
 
-  // How many of the row's columns the thread's warp has, which has no other rows.
+  // How many of the row's columns the thread's warp has; the warp has no other rows.
   __device__ int ColumnsOfWarp() const {
-    constexpr int kSpan = P::kWarpLanes * kWide;  // of the warp's packs, which lie side by side
+    constexpr int kSpan = P::kWarpLanes * kWide;  // columns of the warp's packs, which lie side by side
     int inside = 0;
     const auto add = [&](int column) { inside += max(0, min(column + kSpan, end()) - max(column, 0)); };
     const int first = FirstColumn() - lane_ % P::kWarpLanes * kWide;
@@ -367,12 +365,12 @@ class RowPacks {
   }
 
   const std::conditional_t<G::kCopied, G, const G&> geometry_;
-  int lane_;     // of the row's packs, the thread's first
-  int step_;     // columns from a thread's pack to its next
+  int lane_;     // the thread's first pack, among the row's
+  int step_;     // columns from one of a thread's packs to its next
   int end_ = 0;  // see end()
   int64_t offsets_[G::kSlots];
-  // Of unaligned rows: the columns of their first pack that come before the row, and where the tensor ends, counted
-  // from column 0, if that is within a row's last pack.
+  // For unaligned rows: the columns in their first pack that come before the row; and where the tensor ends, counted
+  // from column 0, if that lies within a row's last pack.
   int shift_, readable_;
   bool live_;
   int limit_ = std::numeric_limits<int>::max();

@@ -1,6 +1,6 @@
-// The CPU's row loop. It hands rows of any dtype, axes and strides to an op body as adjacent floats (or doubles), in
-// one of two forms: single rows (RowLoop in rows/loops_cpu.h), or, if neighbouring rows are adjacent in memory, bundles
-// of rows side by side (BundleLoop). An op body is written once for both.
+// The CPU's row loop. It hands rows with any dtype, axes and strides to an op's body as adjacent floats (or doubles),
+// in one of two forms: single rows (RowLoop in rows/loops_cpu.h), or, if neighbouring rows are adjacent in memory,
+// bundles, that is rows side by side (BundleLoop). An op's body is written once for both.
 #ifndef JAXOPS_ROWS_ROWS_CPU_H_
 #define JAXOPS_ROWS_ROWS_CPU_H_
 
@@ -22,8 +22,8 @@
 
 namespace jaxops {
 
-// An operand or result of a row kernel, and the slot of its layout. A tensor without a buffer is absent; a Diagonal
-// without a buffer is 1 where its layout's offsets are not negative, else 0.
+// An operand or result of a row kernel, and its layout's slot. A tensor without a buffer is absent. A Diagonal without
+// a buffer is 1 where its layout's offsets are not negative, else 0.
 struct RowTensor {
   void* data = nullptr;
   DataType type = DataType::INVALID;
@@ -48,15 +48,15 @@ A* RowValues(const std::optional<AnyBuffer>& buffer) {
   return buffer ? static_cast<A*>(buffer->untyped_data()) : nullptr;
 }
 
-// The rows of one call of an op body: a row, or a bundle.
+// The rows in one call to an op's body: a row, or a bundle.
 template <int kSlots>
 struct Position {
   int64_t task;
   int64_t offsets[kSlots];  // the block's first row, in every layout
   const int64_t* steps;     // from a row to the next, in every layout
-  int64_t row = 0;          // within the block: the first row of this call
+  int64_t row = 0;          // within the block: this call's first row
 
-  // The offset of row `row` + w.
+  // Row `row` + w's offset.
   JAXOPS_INLINE int64_t Offset(int slot, int64_t w) const { return offsets[slot] + (row + w) * steps[slot]; }
 };
 
@@ -73,7 +73,7 @@ struct NotNegative {
 };
 
 // Copies between a tensor and a buffer: `rows` rows, row_step apart, each in runs of `length` columns, `step` apart. In
-// the buffer element c of row r is number c * lanes + r, or, if lanes = 0, r * columns + c.
+// the buffer, element c in row r is number c * lanes + r, or, if lanes = 0, r * columns + c.
 struct Copy {
   const std::vector<int64_t>* runs;
   int64_t length, step, rows, row_step, lanes;
@@ -192,7 +192,7 @@ void GatherTensor(const RowTensor& tensor, int64_t begin, const rows_internal::C
                   [&]<class T> { Gather<A>(Elements<A, T>{static_cast<const T*>(tensor.data)}, begin, copy, buffer); });
 }
 
-// The tensors of a block of rows (or of one bundle), in place or in buffers. Consecutive rows are `pitches` apart.
+// The tensors for a block of rows (or for one bundle), in place or in buffers. Consecutive rows are `pitches` apart.
 template <class A, int kSlots, size_t kInputs, size_t kOutputs>
 struct Block {
   Position<kSlots> position;
@@ -201,7 +201,7 @@ struct Block {
   std::array<int64_t, kInputs + kOutputs> pitches;
 
   // Calls body(loop, position, inputs, outputs) for every `together` rows. The clone itself contains the loop over
-  // rows: if the loop is in a function inlined into the clone, GCC 12 does not vectorise most of the body's loops.
+  // rows: if the loop is in a function inlined into the clone, GCC 12 does not vectorise most loops in the body.
   template <class Body>
   JAXOPS_CLONES void Run(RowLoop<A> loop, const Body& body) {
     for (const int64_t together = loop.rows; position.row < rows; position.row += together) {
@@ -210,7 +210,7 @@ struct Block {
       body(loop, position, in, out);
     }
   }
-  // The same for a bundle, whose passes have their own clones.
+  // Runs a bundle, whose passes have their own clones.
   template <class Body>
   void Run(const BundleLoop<A>& loop, const Body& body) {
     const auto [in, out] = Tensors();
@@ -227,9 +227,9 @@ struct Block {
   }
 };
 
-// Walks the rows of a call, in lines along the innermost row axis.
+// Walks a call's rows, in lines along the innermost row axis.
 //
-// f32 rows are used in place. Other dtypes are copied to a buffer, and so are rows that an op body gets several at a
+// f32 rows are used in place. Other dtypes are copied to a buffer, and so are rows that an op's body gets several at a
 // time, if they are not contiguous. Operands that are the same for all rows are repeated in the buffer. A bundle is
 // used in place if all its tensors are f32 and have x's layout.
 template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
@@ -298,11 +298,11 @@ class RowWalk {
   static constexpr size_t kTensors = kInputs + kOutputs;
   // A block's buffers fit the L1 cache, a bundle's buffers the L2 cache.
   static constexpr int64_t kBlockElements = 2048, kBundleElements = 1 << 17;
-  // Op bodies get rows of up to so many columns several at a time. The limit is lower for rows that are not contiguous,
-  // because they must be copied.
+  // An op's body gets several rows at a time if they have at most so many columns. The limit is lower for rows that are
+  // not contiguous, because they must be copied.
   static constexpr int64_t kShortColumns = 768, kCopiedColumns = 128;
 
-  // The state of one task.
+  // One task's state.
   struct State {
     int64_t task;
     ColumnParts parts;
@@ -402,13 +402,13 @@ class RowWalk {
   const int64_t n_, line_;
   const int64_t* const steps_;  // from row to row along a line
   const bool bundled_;
-  const int64_t together_;  // rows in one call of an op body
+  const int64_t together_;  // rows per call to an op's body
   std::vector<RowTensor> tensors_;
   std::array<bool, kTensors> in_place_;
   std::array<int64_t, kTensors> buffer_ = {};  // the buffers of tensors that are not in place
   int64_t buffers_ = 0;
   int64_t parts_ = 1;                    // parts of a bundle's columns
-  int64_t width_, pitch_, buffer_size_;  // width: rows of a block or bundle
+  int64_t width_, pitch_, buffer_size_;  // width: rows per block or bundle
 };
 
 // Calls body(loop, position, inputs, outputs) for all rows: a few at a time with a RowLoop, or by bundles with a
@@ -416,7 +416,7 @@ class RowWalk {
 // outputs[0] may be the same memory as inputs[0]; other tensors do not overlap.
 //
 // Each group's rows are split into `tasks` consecutive ranges; a task never leaves its group. If `summed`, the body
-// sums columns over a task's rows, and nothing depends on the number of threads; otherwise the width of bundles does.
+// sums columns over a task's rows, and nothing depends on the number of threads; otherwise the bundles' width does.
 template <class A, int kSlots, size_t kInputs, size_t kOutputs, class Body>
 void ForEachRow(Device& pool, const RowShape<kSlots>& shape, int64_t tasks, bool summed,
                 const std::array<RowTensor, kInputs>& inputs, const std::array<RowTensor, kOutputs>& outputs,
@@ -426,7 +426,7 @@ void ForEachRow(Device& pool, const RowShape<kSlots>& shape, int64_t tasks, bool
   RowWalk<A, kSlots, kInputs, kOutputs, Body>(shape, tasks, threads, inputs, outputs, body).Run(pool);
 }
 
-// So many tasks that each has about 16 Ki elements; at most one a row, and 256 a group.
+// Gives each task about 16 Ki elements, with at most one task per row and 256 tasks per group.
 template <int kSlots>
 int64_t TasksPerGroup(const RowShape<kSlots>& shape) {
   const int64_t most = std::clamp<int64_t>(shape.rows.total, 1, 256);
@@ -446,7 +446,7 @@ JAXOPS_CLONES void AddRows(int64_t rows, int64_t n, const A* values, A* sum) {
   }
 }
 
-// Sums over the rows of each group. The workspace [results, groups, tasks, columns] has one partial sum a task.
+// Sums over each group's rows. The workspace [results, groups, tasks, columns] has one partial sum per task.
 template <class A>
 class ColumnSums {
  public:
@@ -459,7 +459,7 @@ class ColumnSums {
     if (results.count) std::fill_n(Partial(0, 0), results.count * groups_ * tasks_ * columns_, A{0});
   }
 
-  // As many chunks as tasks; a GPU may use the rest of the workspace.
+  // As many chunks as tasks; a GPU may use the workspace's rest.
   int64_t tasks() const { return tasks_; }
 
   // task: counts over all groups, as in Position.

@@ -1,9 +1,9 @@
-// Rows that are too long, for so few of them: split into parts, runs of their columns, for blocks that do not wait for
-// each other. The blocks of a first kernel join what they find in their parts and put it into a workspace [parts,
-// values, rows]; those of a second one join all parts of their rows, in an order that depends on the number of parts
-// alone, and store the results of their own part. The inputs are read once more than they would have to be, but both
-// times as fast as the memory gives them; what the first kernel has read last the second one reads first, while it is
-// in the L2 cache.
+// Rows that are too long and too few are split into parts (segments), that is runs of columns, for blocks that do not
+// wait for each other. In a first kernel each block joins the values in its part and writes the result to a workspace
+// [parts, values, rows]. In a second kernel each block joins all parts of its rows, in an order that depends only on
+// the number of parts, and stores its own part's results. The inputs are read once more than necessary, but both times
+// as fast as the memory delivers them. The second kernel begins with the elements that the first one read last, while
+// they are in the L2 cache.
 #ifndef JAXOPS_ROWS_SEGMENTS_CUH_
 #define JAXOPS_ROWS_SEGMENTS_CUH_
 
@@ -13,7 +13,8 @@
 
 namespace jaxops::rows {
 
-// Where each row is alone in its group: the results of the op's sums over rows, which are no sums then; else null.
+// If each row is alone in its group, these point to the results of the op's sums over rows, which then add nothing;
+// else null.
 template <class A>
 using SumPointers = std::array<A*, 2>;
 
@@ -21,11 +22,11 @@ template <class A>
 struct RowParts {
   int count;
   A* workspace;
-  int columns;  // of each part; the last one may have fewer, but has some
+  int columns;  // per part; the last part may have fewer, but at least one
   SumPointers<A> sums;
 };
 
-// Takes the place of HeldSums there: stores what would be added.
+// Takes HeldSums' place if each row is alone in its group: stores the values that would be added.
 template <class A, int kSlot>
 struct StoredSums {
   const SumPointers<A>& results;
@@ -51,7 +52,7 @@ struct StoredSums {
   }
 };
 
-// A part of rows; `block`: of the grid (part, rows of a block).
+// A part of rows. `block`: the block's place in the grid (part, the block's rows).
 template <class P, int kV, Layout kLayout, class A, class Op>
 class SplitRow : public Row<P, kV, kLayout, A, GeometryOf<Op::kSlots, kLayout>> {
   using Base = Row<P, kV, kLayout, A, GeometryOf<Op::kSlots, kLayout>>;
@@ -68,11 +69,11 @@ class SplitRow : public Row<P, kV, kLayout, A, GeometryOf<Op::kSlots, kLayout>> 
     this->MoveToTeam(first, rows_, {});
     row_ = std::min<int64_t>(first + this->Team() * kRows, rows_ - kRows);
     part_ = part;
-    const int shift = Base::kShifted ? this->shift_ : 0;  // packs begin so much earlier
+    const int shift = Base::kShifted ? this->shift_ : 0;  // by which packs begin earlier
     this->end_ = part == parts.count - 1 ? columns : begin + parts.columns - shift;
   }
 
-  // Puts the joined values of this part into the workspace.
+  // Writes this part's joined values to the workspace.
   template <class Part>
   __device__ void WritePart(const Part& part) const {
     if (threadIdx.x >= P::kMaxTeams || !this->live()) return;
@@ -82,7 +83,7 @@ class SplitRow : public Row<P, kV, kLayout, A, GeometryOf<Op::kSlots, kLayout>> 
                   ToPack<A, kRows>([&](int r) { return part.values[r].v[k]; }));
   }
 
-  // The join of all parts.
+  // Joins all parts.
   template <class Part>
   __device__ Part JoinParts() {
     using J = typename Part::J;
@@ -106,7 +107,7 @@ class SplitRow : public Row<P, kV, kLayout, A, GeometryOf<Op::kSlots, kLayout>> 
     return this->Join(joined);
   }
 
-  // Parameters are read where they are used.
+  // Parameters are read when they are used.
   template <int kNumber, class E>
   __device__ E KeepParameter(const E& expression) const {
     return expression;
@@ -157,8 +158,8 @@ __global__ void __maxnreg__(P::kRegisters)
   }
 }
 
-// Runs the kernels of the placements P, then F, over rows that are split into parts, at most as many as the workspace
-// has room for.
+// Runs P's kernel, then F's, over rows that are split into parts; there are at most as many parts as the workspace has
+// room for.
 template <class P, class F, int kV, Layout kLayout, class A, class Op>
 bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& layouts, const AnyBuffer& workspace,
                  const SumPointers<A>& sums, cudaError_t* status) {
@@ -182,8 +183,8 @@ bool LaunchParts(cudaStream_t stream, const Op& op, const Layouts<Op::kSlots>& l
   return true;
 }
 
-// Runs op, or single (see LaunchRows), in two halves, op.Begin and op.End, over rows that are split into the parts of
-// a workspace (CheckParts); false where LaunchRows should. sums: see RowParts.
+// Runs op, or single (see LaunchRows), in two halves, op.Begin and op.End, over rows that are split into a workspace's
+// parts (CheckParts). False if LaunchRows should run them instead. sums: see RowParts.
 template <class T, class Op, class SingleOp, int kMore>
 bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, const RowShape<kMore>& shape,
                      const AnyBuffer& workspace, const SumPointers<Accumulator<T>>& sums, cudaError_t* status) {
@@ -201,7 +202,7 @@ bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, 
           return true;
         }
       }
-      // Few threads for adjacent elements, of which there may be few.
+      // Few threads lie side by side along adjacent elements, because there may be few such elements.
       using P = SegmentAcross<4, 8, kElementSegmentRegisters, 128>;
       using F = SegmentAcross<4, 8, kElementSegmentRegisters, 128, /*kBackwards=*/true>;
       return elements.plain &&

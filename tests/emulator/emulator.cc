@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-// Of blocks, as the kernels declare it.
+// The block's dynamic shared memory, as the kernels declare it.
 namespace jaxops::rows {
 alignas(128) thread_local char shared[232448 + 4096];
 }
@@ -22,14 +22,14 @@ namespace emulator {
 namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
-constexpr size_t kStackEdge = 64, kSharedEdge = 4096;  // what lies behind a stack or shared memory and is left alone
+constexpr size_t kStackEdge = 64, kSharedEdge = 4096;  // bytes behind a stack or shared memory that stay untouched
 constexpr char kPoison = -1;                           // bytes of NaN
 
 bool Poisoned(const char* begin, const char* end) {
   return std::all_of(begin, end, [](char byte) { return byte == kPoison; });
 }
 
-// A kernel's mistake ends the process: there is nobody to tell of it.
+// A kernel's mistake ends the process, because no caller could be told.
 void Require(bool holds, const char* what) {
   if (holds) return;
   std::fprintf(stderr, "emulator: %s\n", what);
@@ -46,13 +46,13 @@ struct Fiber {
   ucontext_t context;
   uint3 thread;
   bool done = false;
-  int turn = 0;           // of its next exchange
+  int turn = 0;           // its next exchange's
   int cluster_waits = 0;  // how often it has waited for the cluster
   std::vector<Copy> copies;
   std::deque<std::vector<Copy>> groups;
 };
 
-// Where `size` fibers meet.
+// A point at which `size` fibers meet.
 struct Meeting {
   int size = 0, arrived = 0, phase = 0;
 };
@@ -64,7 +64,7 @@ struct Warp {
 
 struct Cluster {
   std::mutex mutex;
-  std::vector<char*> shared;  // of its blocks; null once they have ended
+  std::vector<char*> shared;  // its blocks'; null once they have ended
   std::atomic<int> arrived = 0;
   int threads = 0;
 };
@@ -81,7 +81,7 @@ struct Block {
 
   Fiber& fiber() { return fibers[current]; }
 
-  // On to the next fiber that has not ended, or back to the caller.
+  // Goes on to the next fiber that has not ended, or back to the caller.
   void Yield() {
     Fiber& from = fiber();
     if (left == 0) {
@@ -111,7 +111,7 @@ struct Block {
 
 thread_local Block* block = nullptr;
 
-// The stacks of a block's fibers, kept for the thread's next block.
+// The stacks for a block's fibers, kept for the thread's next block.
 class Stacks {
  public:
   ~Stacks() { Free(); }
@@ -183,7 +183,7 @@ void RunBlock(const cudaLaunchConfig_t& config, unsigned index, uint32_t rank, C
 
 // A barrier that counts bytes, in the 64 bits that the kernel has for it.
 struct ByteBarrier {
-  int32_t bytes;  // to come, less those that came before they were expected
+  int32_t bytes;  // bytes to come, less bytes that came before they were expected
   int16_t expected, phase;
 };
 static_assert(sizeof(ByteBarrier) == 8);
@@ -286,7 +286,7 @@ void RunGrid(const cudaLaunchConfig_t& config, const std::function<void()>& thre
 
 }  // namespace emulator
 
-// The runtime's.
+// The runtime's functions.
 extern "C" {
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;

@@ -1,10 +1,15 @@
-// Lets the host's compiler read the CUDA sources, and the host run their kernels: included before each of them.
-// A thread of a block is a fiber, a block an operating system's thread with its fibers, `__shared__` therefore
-// thread_local. Fibers change where they wait for each other only, in the order of their numbers: races that need
-// another order do not show (make sanitize-gpu finds those). Copies that the hardware would do asynchronously are done
-// as late as the kernel allows, and their targets are poisoned as early. Dynamic shared memory is poisoned before and
-// checked behind; static shared memory keeps what the last block on its thread left. JAXOPS_EMULATED_CAPABILITY, 90 by
-// default, is that of the GPU, JAXOPS_EMULATED_CLUSTER how many blocks of a cluster it runs at most.
+// Lets the host's compiler read the CUDA sources, and the host run their kernels: included before each source.
+//
+// A block is a thread of the operating system, and each CUDA thread in it is a fiber (a thread that the program itself
+// schedules); therefore `__shared__` means thread_local. Fibers change only when they wait for each other, in the order
+// of their numbers. Races that need another order do not show; make sanitize-gpu finds them.
+//
+// If the hardware copies asynchronously, the emulator copies as late as the kernel allows, and poisons the targets as
+// early as the kernel allows. Dynamic shared memory is poisoned before a block runs, and the bytes behind it are
+// checked afterwards. Static shared memory keeps the values that the last block on its thread left.
+//
+// JAXOPS_EMULATED_CAPABILITY is the GPU's capability, 90 by default. JAXOPS_EMULATED_CLUSTER is the most blocks that a
+// cluster may have.
 #ifndef JAXOPS_TESTS_EMULATOR_EMULATOR_H_
 #define JAXOPS_TESTS_EMULATOR_EMULATOR_H_
 
@@ -35,7 +40,7 @@
 namespace emulator {
 
 void SyncBlock();
-// What lane `source` of the warp gives.
+// The value that the warp's lane `source` gives.
 uint64_t Exchange(uint64_t value, int source);
 
 // cp.async and its groups.
@@ -43,7 +48,7 @@ void BeginCopy(uint32_t target, const void* source, int bytes, int inside);
 void CommitCopies();
 void WaitCopies(int pending);
 
-// The dynamic shared memory of the block.
+// The block's dynamic shared memory.
 char* Shared();
 
 uint32_t ClusterRank();
@@ -74,7 +79,7 @@ T Shuffle(T value, int source) {
 
 }  // namespace emulator
 
-// What the launches ask of the runtime: a device of few multiprocessors, so that blocks have many rows.
+// The parts of the runtime that launches ask for: a device with few multiprocessors, so that blocks have many rows.
 template <class... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
   return cudaSuccess;
@@ -144,7 +149,7 @@ auto max(T a, U b) {
   return a > b ? a : b;
 }
 
-// Handlers run where they are called: their stream is null.
+// Handlers run as soon as they are called: their stream is null.
 template <>
 struct xla::ffi::CtxDecoding<xla::ffi::PlatformStream<cudaStream_t>> {
   using Type = cudaStream_t;

@@ -1,6 +1,7 @@
-// The cross entropy's kernels: one for rows of adjacent elements, read in packs, and one for rows in any layout. The
-// forward pass reads a row once, with a running maximum and sum in each thread. The backward pass maps elements. The
-// pass that does both holds the row in registers in between: in a few lanes, a block or a cluster.
+// The cross entropy's kernels: one for rows with adjacent elements, read in packs, and one for rows in any layout. A
+// pack is 16 bytes. The forward pass reads a row once, with a running maximum and sum in each thread. The backward pass
+// maps elements. The pass that does both holds the row in registers in between: in a few lanes, a block or a cluster. A
+// lane is one of the threads in a block that share a row.
 #include <bit>
 #include <limits>
 
@@ -38,10 +39,10 @@ struct PackedArguments {
   __host__ __device__ int lanes() const { return 1 << lane_bits; }
 };
 
-// Exponentials are taken as 2^(z factor - value) with value = origin factor, rounded: one fused operation an element.
-// What the rounding makes of them is a factor of the whole row, which Correction() takes away; so differences of large
-// logits are exact. factor = log2e. From 2^126 on, where that product would overflow, logits differ by 0 or by at least
-// 2^103: 2^-64 makes their exponentials 1 and 0. origin: the row's maximum, 0 if that is not finite.
+// Exponentials are taken as 2^(z factor - value) with value = origin factor, rounded: one fused operation per element.
+// The rounding multiplies a whole row by one factor, which Correction() takes away; so differences between large logits
+// are exact. factor = log2e. From 2^126 on, where that product would overflow, logits differ by 0 or by at least 2^103;
+// then factor = 2^-64 makes their exponentials 1 and 0. origin: the row's maximum, 0 if that is not finite.
 template <class A>
 struct Level {
   A factor, value;
@@ -56,19 +57,19 @@ struct Level {
     if constexpr (std::is_same_v<A, double>) return exp(z - value);
     return rows::Exp2(fmaf(z, factor, -value));
   }
-  // Of sums of exponentials at the level of this origin.
+  // The correction for sums of exponentials at this origin's level.
   __device__ A Correction(A origin) const {
     if constexpr (std::is_same_v<A, double>) return 1;
     return rows::Exp2(-fmaf(origin, factor, -value));
   }
-  // Of sums at this level, to another one.
+  // The factor that takes sums from this level to another one.
   __device__ A Rescaling(const Level& to) const {
     if constexpr (std::is_same_v<A, double>) return exp(value - to.value);
     return factor == to.factor ? rows::Exp2(value - to.value) : 0;
   }
 };
 
-// (max, sum of exponentials at the maximum's level, sum of z) of some elements.
+// (max, sum of exponentials at the maximum's level, sum of z) over some elements.
 template <class A>
 struct Summary {
   A max, total, sum;
@@ -77,11 +78,11 @@ struct Summary {
   __device__ static A Origin(A max) { return fabs(max) < std::numeric_limits<A>::infinity() ? max : A{0}; }
   __device__ A Origin() const { return Origin(max); }
   __device__ auto Level() const { return jaxops::Level<A>(Origin()); }
-  // The total at another level. That of nothing is 0 at any.
+  // The total at another level. An empty set's total is 0 at any level.
   __device__ A TotalAt(const jaxops::Level<A>& level) const {
     return total == 0 ? A{0} : total * Level().Rescaling(level);
   }
-  // Makes `larger` the maximum, if it is.
+  // Makes `larger` the maximum, if it is larger.
   __device__ void Raise(A larger) {
     if (!(larger > max)) return;
     total = TotalAt(jaxops::Level<A>(Origin(larger)));
@@ -140,16 +141,16 @@ __device__ inline float LoadFromBlock(const float* shared, uint32_t rank) {
   return value;
 }
 
-// The packs for a part of a row: the aligned vectors that hold its elements. The first and the last may also hold other
-// rows' elements.
+// The packs for a part of a row, that is one block's run of its columns: the aligned vectors that hold its elements.
+// The first and the last may also hold other rows' elements.
 template <class T>
 struct PartOfRow {
   static constexpr int kPack = kPackOf<T>;
   using P = Pack<T, kPack>;
 
-  const P* packs;  // the row's first
+  const P* packs;  // the row's first pack
   int64_t to_dx;   // from a pack in x to its pack in dx, in packs
-  int begin, end;  // this part's
+  int begin, end;  // this part's packs
   int head;        // elements in the first pack before the row
   int columns;
   bool first_outside, last_outside;  // whether the row's first and last pack extend beyond the buffer
@@ -207,7 +208,7 @@ struct Element {
 
   const PackedArguments& a;
   const Part& part;
-  const uint8_t* where;  // the row's
+  const uint8_t* where;  // the row's mask
 
   __device__ bool Takes(int column) const { return !where || where[column * a.where_step] & 1; }
   __device__ bool IsInside(int column) const { return column >= 0 && column < part.columns; }
@@ -302,7 +303,7 @@ struct Element {
   }
 };
 
-// A whole row's summary, joined from its threads' summaries, for all of them: maxima first, then sums at one level.
+// Joins a whole row's summary from its threads' summaries, for all of them: maxima first, then sums at one level.
 template <bool kOptions>
 class Joining {
  public:
@@ -334,7 +335,7 @@ class Joining {
       rows::ClusterArrive();
     }
   }
-  // Before a block's memory goes: others may still read it.
+  // Called before a block's memory goes, because other blocks may still read it.
   __device__ void End() const {
     if (parts_ > 1) rows::ClusterWait();
   }
@@ -444,8 +445,8 @@ __global__ void __launch_bounds__(kMostThreads, 2) PackedRows(const __grid_const
   }
 }
 
-// Rows in any layout and dtype: 256 threads. A row's threads are adjacent; or, if neighbouring rows' elements are
-// adjacent, the threads for 32 rows are.
+// Rows in any layout and dtype, 256 threads per block. A row's threads are adjacent; or, if neighbouring rows' elements
+// are adjacent, the threads for 32 rows are.
 constexpr int kGeneralThreads = 256;
 
 template <class T>
@@ -572,7 +573,8 @@ bool IsPacked(const CrossEntropyCall& call) {
 // log2(n), rounded up.
 int Bits(int64_t n) { return std::bit_width(static_cast<uint64_t>(std::max<int64_t>(n, 1) - 1)); }
 
-// The lanes and parts of a pass, and the threads of a block; 0: a cluster does not hold a row. Parts: 8 are portable.
+// The lanes and parts in a pass, and the threads per block; 0 if a cluster does not hold a row. Portable clusters have
+// at most 8 parts.
 template <class T>
 int Place(Pass pass, int multiprocessors, PackedArguments* a) {
   constexpr int64_t kPack = kPackOf<T>;
@@ -581,7 +583,7 @@ int Place(Pass pass, int multiprocessors, PackedArguments* a) {
   const bool clusters = CompiledCapability() >= kHopper;
   const auto few = [&](int most) { return 2 * a->parts <= most && a->rows * a->parts < 2 * multiprocessors; };
   if (pass == Pass::kBoth && threads > kUsualThreads) {
-    // As few blocks as hold the row, of as many warps as hold a block's part.
+    // Takes as few blocks as hold the row, with as many warps as hold a block's part.
     a->lane_bits = kMostBits;
     a->parts = static_cast<int>((threads + kMostThreads - 1) / kMostThreads);
     if (a->parts > (clusters ? kMostParts : 1)) return 0;
@@ -591,7 +593,7 @@ int Place(Pass pass, int multiprocessors, PackedArguments* a) {
   }
   a->lane_bits = std::min(Bits(threads), kUsualBits);
   a->parts = 1;
-  // Few rows: more threads for each, then more blocks, while the threads have packs.
+  // If there are few rows, each gets more threads, then more blocks, as long as the threads have packs.
   while (a->lane_bits < kUsualBits && (a->rows << a->lane_bits) < multiprocessors * kUsualThreads &&
          packs > 2 * a->lanes()) {
     ++a->lane_bits;

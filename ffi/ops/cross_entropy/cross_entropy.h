@@ -4,13 +4,15 @@
 //   fwd_bwd: x, [labels], [where], dlog, [dpicked], [dsum]                -> dx, origin, total, [picked], [sum]
 // The logits are z = x, or cap tanh(x / cap) if cap > 0. They take part if `where` is true. Each row has
 //   origin = max(z), 0 if that is not finite;  total = sum(exp(z - origin));  sum = sum(z)
-// picked = z[label], whether it takes part or not; labels from -columns to -1 count from the end. For other labels no
-//   entry is read: picked is NaN
-// so that logsumexp(z) = origin + log(total). The backward pass gives the gradient that the cotangents of total, picked
-// and sum have at z, times dz/dx. origin's cotangent is 0, because it cancels in all functions of origin and total. The
-// pass that does both takes logsumexp(z)'s cotangent instead of total's, and adds 2 z_loss logsumexp(z) to it:
+//   picked = z[label]
+// so that logsumexp(z) = origin + log(total). picked does not depend on `where`. Labels from -columns to -1 count from
+// the end. For other labels no entry is read: picked is NaN.
+//
+// The backward pass gives the gradient at z, given the cotangents of total, picked and sum, times dz/dx. origin's
+// cotangent is 0, because it cancels in all functions of origin and total. The pass that does both takes logsumexp(z)'s
+// cotangent instead of total's, and adds 2 z_loss logsumexp(z) to it:
 //   dtotal = dlog (1 + 2 z_loss logsumexp(z)) / total
-// Rows whose cotangents are all 0 have a gradient of 0, whatever they hold. Labels are int32. All row values have the
+// If a row's cotangents are all 0, its gradient is 0, whatever the row holds. Labels are int32. All row values have the
 // accumulator's dtype.
 #ifndef JAXOPS_OPS_CROSS_ENTROPY_CROSS_ENTROPY_H_
 #define JAXOPS_OPS_CROSS_ENTROPY_CROSS_ENTROPY_H_

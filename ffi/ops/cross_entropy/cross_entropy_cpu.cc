@@ -51,7 +51,8 @@ struct RowOperands {
   const A *dtotal, *dpicked, *dsum;
 };
 
-// One row or bundle. z: element number -> its logit; visible: element number -> whether it takes part.
+// Computes one row or bundle (rows side by side). z: element number -> its logit; visible: element number -> whether it
+// takes part.
 template <class Value, class A, class Loop, class Offset, class Z, class Visible>
 JAXOPS_INLINE void FillResults(const Loop& loop, const Offset& offset, const A* x, const Z& z, const Visible& visible,
                                const int32_t* labels, const RowResults<A>& to) {
@@ -66,7 +67,7 @@ JAXOPS_INLINE void FillResults(const Loop& loop, const Offset& offset, const A* 
     const int64_t row = offset(w);
     to.origin[row] = origin[w];
     to.total[row] = total[w];
-    if (max[w] == kInfinity) {  // beyond the range of Exp: infinite unless there is a NaN
+    if (max[w] == kInfinity) {  // beyond Exp's range: infinite unless there is a NaN
       A all = kInfinity;
       for (int64_t c = 0; c < loop.columns; ++c) {
         const A value = x[Number(loop, c, w)];

@@ -1,11 +1,15 @@
-// A gated MLP's products on Hopper's tensor cores, with what follows them in the epilogue, for 16-bit operands.
+// A gated MLP's products on Hopper's tensor cores, for 16-bit operands; the gating is computed in the epilogue.
 //
-// The kernel is that of wgmma_work.cuh in ping-pong. There are two passes.
-// Forward: activation(x w_gate) * (x w_up). A tile of rhs is 64 columns of w_gate beside the same 64 of w_up, so that a
-// thread has both products of an element. It activates, multiplies and rounds them. If derivatives are wanted, it
-// stores both products, too.
-// Backward: dh = dy w_down^T, whose sums become dgate = dh up activation'(gate) and dup = dh activation(gate). A warp
-// has the copy engine load its part of gate and up into buffers, computes in place, and has the results stored.
+// The kernel is wgmma_work.cuh's ping-pong kernel: two warpgroups take tiles in turn, and one multiplies while the
+// other stores. There are two passes.
+//
+// Forward: activation(x w_gate) * (x w_up). A tile of rhs is 64 columns of w_gate beside the same 64 columns of w_up,
+// so that a thread has both products for an element. It activates, multiplies and rounds them. If derivatives are
+// wanted, it stores both products, too.
+//
+// Backward: dh = dy w_down^T. The epilogue turns its sums into dgate = dh up activation'(gate) and dup = dh
+// activation(gate). A warp has the copy engine load its share of gate and up into buffers, computes in place, and has
+// the results stored.
 #ifndef JAXOPS_OPS_MATMUL_GATED_CUH_
 #define JAXOPS_OPS_MATMUL_GATED_CUH_
 
@@ -18,7 +22,8 @@
 
 namespace jaxops::matmul {
 
-// What the warpgroups that multiply have beside the ring. barriers: for the pass, kPassBarriers of each warp.
+// The memory, beside the ring, that the multiplying warpgroups have. barriers: each warp has kPassBarriers for the
+// pass.
 struct PassMemory {
   uint32_t staging, barriers;
 };
@@ -32,7 +37,7 @@ struct GatedForward {
   using SumTile = WgmmaTile<128, 128, 2, 5, Schedule::kPingPong, 4>;  // both products
   struct Tile : SumTile {
     static constexpr int kColumns = SumTile::kColumns / 2;
-    static_assert(kColumns * sizeof(T) == hopper::kBoxRowBytes);  // a box, and a buffer, is as wide
+    static_assert(kColumns * sizeof(T) == hopper::kBoxRowBytes);  // the width of a box and a buffer
   };
   using Sums = float[Tile::kBlocks][SumTile::kColumns / 2];
 
@@ -44,7 +49,7 @@ struct GatedForward {
 
   static __device__ void Prefetch(const Arguments& arguments) { hopper::Prefetch(arguments.w_up); }
 
-  // The tiles of rhs.
+  // Loads the tiles of rhs.
   static __device__ void LoadRhs(const Arguments& arguments, const TileLoads& loads, const Ring<Tile>& ring, int stage,
                                  int column, int k_tile) {
     const Barrier full = ring.Full(stage);
@@ -66,7 +71,7 @@ struct GatedForward {
       }
     }
 
-    // Before the products of a work.
+    // Called before a work's products begin.
     __device__ void Begin(const WgmmaWork&) const {}
 
     __device__ void Store(const Sums& sums, const WgmmaWork& work) {
@@ -121,8 +126,8 @@ struct GatedBackward {
     LoadTile<P::kRhs, Tile::kColumns, P::kDepth>(ring.Rhs(stage), loads.rhs, ring.Full(stage), column, k_tile, 0);
   }
 
-  // A tile's chunks are 64 rows by 64 columns. A pair of buffers has those of gate and up, which become dgate and dup;
-  // the next chunk's are loaded into the other pair meanwhile. Each warp has 16 rows, and a barrier for each pair.
+  // A tile's chunks are 64 rows by 64 columns. A pair of buffers holds gate's and up's chunks, which become dgate and
+  // dup; meanwhile the next chunks are loaded into the other pair. Each warp has 16 rows, and a barrier for each pair.
   class Epilogue : public StagedBoxes<Tile> {
    public:
     __device__ Epilogue(const Arguments& arguments, const PassMemory& memory, int warpgroup)
@@ -179,7 +184,7 @@ struct GatedBackward {
     __device__ uint32_t Gates(int chunk) const { return this->staging_ + chunk % kPairs * 2 * kBlockBytes; }
     __device__ Barrier Loaded(int pair) const { return {barriers_ + (Boxes::warp() * kPassBarriers + pair) * 8}; }
 
-    // Loads the warp's part of a chunk's gate and up, once what was in the buffers has been stored.
+    // Loads the warp's share of a chunk from gate and up, once the buffers' earlier contents have been stored.
     __device__ void Load(const WgmmaWork& work, int chunk) const {
       constexpr int kPartBytes = 16 * hopper::kBoxRowBytes;
       const int line = Boxes::warp() * 16;
@@ -195,7 +200,7 @@ struct GatedBackward {
       __syncwarp();
     }
 
-    // What Stage would have put there.
+    // Reads back values as Stage would have put them there.
     static __device__ void Fetch(uint32_t buffer, int group, float (&values)[8]) {
       const int lane = Boxes::lane(), line = Boxes::warp() * 16;
       Pack<T, 8> pack;
@@ -251,7 +256,7 @@ __device__ void MultiplyForPass(const typename Pass::Arguments& arguments, const
     }
     epilogue.Begin(work);
     hopper::NamedSync(kTurn + warpgroup, 2 * kWarpgroup);
-    int pending = -1;  // the stage of the products that may still be running
+    int pending = -1;  // the stage whose products may still be running
     for (int i = 0; i < depth; ++i) {
       ring.Full(place.stage).Wait(place.parity);
       BeginProducts<typename P::T, typename P::V, typename Pass::SumTile, P>(ring.Lhs(place.stage),
@@ -294,7 +299,7 @@ __global__ void __launch_bounds__(Pass::Tile::kThreads, 1)
         Pass::Prefetch(arguments);
         for (int stage = 0; stage < Tile::kStages; ++stage) {
           ring.Full(stage).Initialize(1);
-          ring.Empty(stage).Initialize(4);  // the warps of a warpgroup
+          ring.Empty(stage).Initialize(4);  // one for each warp in a warpgroup
         }
         hopper::FenceBarriers();
       }
@@ -319,11 +324,11 @@ cudaError_t DescribeMatrix(const void* x, int64_t rows, int64_t columns, int box
   return hopper::Describe(hopper::TensorView{x, kCopyType<T>, sizeof(T), columns, rows, 1, columns, box_rows}, map);
 }
 
-// An operand along k, in whole tiles and in what is left of the last one.
+// Describes an operand along k: its whole tiles, and the rest in the last tile.
 template <class T>
 cudaError_t DescribeAlongDepth(const void* x, int64_t rows, int64_t k, int tile, CUtensorMap* map, TileEdge* edge,
                                CUtensorMap* at_edge) {
-  constexpr int kGroup = 8;  // rows of the swizzle
+  constexpr int kGroup = 8;  // rows in the swizzle
   const int rest = static_cast<int>(rows % tile + kGroup - 1) / kGroup * kGroup;
   const cudaError_t status = DescribeMatrix<T>(x, rows, k, tile, map);
   if (status != cudaSuccess || rest % tile == 0) return status;
@@ -331,7 +336,7 @@ cudaError_t DescribeAlongDepth(const void* x, int64_t rows, int64_t k, int tile,
   return DescribeMatrix<T>(x, rows, k, rest, at_edge);
 }
 
-// Launches a pass over [m, k] @ [k, n], whose maps the arguments have. cudaErrorNotSupported if there are too many
+// Launches a pass over [m, k] @ [k, n], whose maps are in the arguments. cudaErrorNotSupported if there are too many
 // tiles.
 template <class Pass>
 cudaError_t LaunchPass(cudaStream_t stream, int64_t m, int64_t n, int64_t k, int band,

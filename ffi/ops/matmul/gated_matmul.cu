@@ -1,5 +1,5 @@
-// Handlers of a gated MLP: activation(x w_gate) * (x w_up), and the cotangents of both products from that of
-// (activation(gate) * up) w_down.
+// Handlers for a gated MLP: activation(x w_gate) * (x w_up), and the cotangents of both products, given the cotangent
+// of (activation(gate) * up) w_down.
 #include <algorithm>
 #include <initializer_list>
 #include <optional>
@@ -15,8 +15,8 @@ bool Aligned(std::initializer_list<const void*> arrays, int64_t n, int64_t k) {
   return std::ranges::all_of(arrays, IsAligned) && n % 8 == 0 && k % 8 == 0 && k > 0 && CompiledCapability() == kHopper;
 }
 
-// For operands that the copy engine cannot take, such as a slice that begins between multiples of 16 bytes, and for
-// other GPUs, to which an exported program may come: blocks of kSide x kSide results, each of a thread.
+// Kernels for operands that the copy engine cannot take, such as a slice that begins between multiples of 16 bytes, and
+// for other GPUs, to which an exported program may come. A block computes kSide x kSide results, one per thread.
 constexpr int kSide = 16;
 inline int64_t CountBlocks(int64_t m, int64_t n) { return ((m + kSide - 1) / kSide) * ((n + kSide - 1) / kSide); }
 
@@ -25,7 +25,7 @@ __device__ float Element(const void* data, int64_t at, bool inside) {
   return inside ? static_cast<float>(static_cast<const T*>(data)[at]) : 0.0f;
 }
 
-// The block's part of lhs [m, k] times each rhs, [k, n] or [n, k]: the thread's sums, at row and column.
+// Multiplies the block's rows in lhs [m, k] by each rhs, [k, n] or [n, k]: the thread's sums, at row and column.
 template <class T, bool kTransposed, int kProducts>
 __device__ void MultiplyInBlock(const void* lhs, const void* const (&rhs)[kProducts], int64_t m, int64_t n, int64_t k,
                                 int64_t* row, int64_t* column, float (&sums)[kProducts]) {
@@ -158,12 +158,12 @@ struct NamedMatrix {
   int64_t rows, columns;
 };
 
-// Whether all matrices have these sizes and one dtype, and the attributes are in range.
+// Checks that all matrices have these sizes and one dtype, and that the attributes are in range.
 Error CheckMatrices(const char* handler, std::initializer_list<NamedMatrix> matrices, int32_t activation,
                     int32_t band) {
   if (activation <= 0 || activation >= static_cast<int32_t>(Activation::kCount))
     return Invalid(handler, "unknown activation " + std::to_string(activation));
-  if (band < 1 || band > 64) return Invalid(handler, "band out of range");  // columns of 64 are counted in 32 bits
+  if (band < 1 || band > 64) return Invalid(handler, "band out of range");  // 64-column bands are counted in 32 bits
   for (const NamedMatrix& matrix : matrices) {
     JAXOPS_RETURN_IF_ERROR(CheckBuffer(handler, matrix.buffer));
     const auto shape = matrix.buffer.dimensions();
@@ -174,7 +174,7 @@ Error CheckMatrices(const char* handler, std::initializer_list<NamedMatrix> matr
   return Error::Success();
 }
 
-// The sizes of lhs [m, k] and rhs [., .]; 0 where the rank is off, which CheckMatrices finds.
+// A size in lhs [m, k] or rhs [., .]; 0 if the rank is wrong, which CheckMatrices reports.
 int64_t Size(const AnyBuffer& matrix, size_t axis) {
   return matrix.dimensions().size() == 2 ? matrix.dimensions()[axis] : 0;
 }

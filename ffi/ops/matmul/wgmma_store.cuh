@@ -1,7 +1,7 @@
 // matmul on Hopper's tensor cores: how sums in registers become results in memory.
 //
 // ResultStore scales, biases, activates and rounds the sums, and puts them into shared memory for the copy engine.
-// Unaligned rows go out through RowWindows, turned products through TurnedStore. SumPartials adds a split k's partial
+// Unaligned rows leave through RowWindows, turned products through TurnedStore. SumPartials adds a split k's partial
 // results.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_STORE_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_STORE_CUH_
@@ -19,7 +19,7 @@
 
 namespace jaxops::matmul {
 
-// 16 rows of a tile, on their way through shared memory in 128-byte windows. There, a row begins as many bytes after a
+// Takes 16 rows of a tile through shared memory, in 128-byte windows. There, a row begins as many bytes after a
 // multiple of 16 (its shift) as in memory. So whole 16-byte pieces can be stored, and single elements only at the row's
 // two ends. A row has two windows in turn: a piece that extends beyond one is stored with the next. Rows whose numbers
 // differ by 8 have the same shift.
@@ -166,7 +166,7 @@ class RowWindows {
 
   uint32_t staged_row_, staged_;  // the thread's first two elements: their row's windows, their place
   uint32_t piece_row_, pieces_;   // the lane's pieces
-  uintptr_t to_[2];               // its first two rows', aligned
+  uintptr_t to_[2];               // the piece's address in its first two rows, aligned
   int shift_[2], bytes_, rows_;
   int64_t eight_rows_;
   bool words_;  // all rows are aligned to 4 bytes
@@ -190,15 +190,15 @@ __device__ void SelectGroup(const float (&sums)[kBlocks][kSums], int index, floa
 template <class Tile>
 class StagedBoxes {
  public:
-  // staging: the warpgroup's.
+  // staging: the warpgroup's buffers.
   __device__ explicit StagedBoxes(uint32_t staging) : staging_(staging) {}
 
   __device__ void Finish() const {
-    if (hopper::ElectLane()) hopper::WaitStoresRead<0>();  // what they write is there when the kernel is done
+    if (hopper::ElectLane()) hopper::WaitStoresRead<0>();  // the kernel's end makes their writes visible
   }
 
  protected:
-  // Read anew at each use: as values that live on they would push sums out of the registers.
+  // Read anew at each use: if these values lived on, they would push sums out of the registers.
   static __device__ int thread() {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -218,7 +218,7 @@ class StagedBoxes {
     __syncwarp();
     return buffer;
   }
-  // The warp's part of a buffer, on its way to rows from `row` (the buffer's first) and columns from `column` on.
+  // Sends the warp's part of a buffer to rows from `row` (the buffer's first) and columns from `column` on.
   static __device__ void HandOutBox(const CUtensorMap& map, uint32_t buffer, int row, int column, int slice) {
     hopper::FenceSharedForCopies();
     __syncwarp();
@@ -226,7 +226,7 @@ class StagedBoxes {
     if (hopper::ElectLane()) hopper::StoreBox(map, buffer + line * hopper::kBoxRowBytes, column, row + line, slice);
   }
 
-  // Into rows with the swizzle that the copy engine expects, from columns 16 `group` of the buffer on.
+  // Writes values into rows with the swizzle that the copy engine expects, from the buffer's column 16 `group` on.
   template <class U, int kCount>
   static __device__ void Stage(uint32_t buffer, int group, const float (&z)[kCount]) {
     const int lane = StagedBoxes::lane(), line = warp() * 16;
@@ -260,21 +260,22 @@ class StagedBoxes {
   uint32_t next_ = 0;
 };
 
-// A warp's way from sums in registers to results in memory, 16 rows by 128 bytes at a time through shared memory.
+// Takes a warp's sums from registers to memory, through shared memory, 16 rows by 128 bytes at a time.
 template <class Tile, class P>
 class ResultStore : public StagedBoxes<Tile> {
  public:
   using Result = typename P::Result;
   using Sums = float[Tile::kBlocks][Tile::kColumns / 2];  // as in hopper::MultiplyAdd, 64 rows a block
 
-  // staging: the warpgroup's; bias: shared by all that multiply.
+  // staging: the warpgroup's buffers; bias: shared by all warpgroups that multiply.
   __device__ ResultStore(const WgmmaArguments& arguments, uint32_t staging, uint32_t bias, int warpgroup)
       : Boxes(staging),
         arguments_(arguments),
         bias_(bias + (Tile::kPingPong ? warpgroup * Tile::kColumns * 4 : 0)),
         warpgroup_(warpgroup) {}
 
-  // Begins to fetch the bias for a tile's columns, if it is the same for all rows; before its sums are ready.
+  // Begins to fetch the bias for a tile's columns, if it is the same for all rows; called before the tile's sums are
+  // ready.
   __device__ void FetchBias(const WgmmaWork& work) const {
     const Problem& p = arguments_.problem;
     if (!HasColumnBias()) return;
@@ -286,14 +287,14 @@ class ResultStore : public StagedBoxes<Tile> {
     }
     CommitCopies();
   }
-  // Until it is there; by all threads that fetched it.
+  // Waits until the bias is there; called by all threads that fetched it.
   __device__ void AwaitBias() const {
     if (!HasColumnBias()) return;
     WaitCopies<0>();
     SyncTile();
   }
 
-  // The rows from `row` on and the columns in the work's tile.
+  // Stores the rows from `row` on and the columns in the work's tile.
   __device__ void Store(const Sums& sums, int row, const WgmmaWork& work) {
     if (std::is_same_v<Result, float> || arguments_.wide_out) {
       StoreAs<float>(sums, row, work);
@@ -333,7 +334,7 @@ class ResultStore : public StagedBoxes<Tile> {
     }
   }
 
-  // Sums that are only rounded: short code, unrolled.
+  // Stores sums that are only rounded: short code, unrolled.
   template <class U>
   __device__ void StorePlain(const Sums& sums, int row, const WgmmaWork& work) {
     constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U);
@@ -354,11 +355,11 @@ class ResultStore : public StagedBoxes<Tile> {
       }
   }
 
-  // Sums with scale, bias and activation, or to rows of any alignment: long code, once, in a loop. Unrolled, the
-  // kernels were up to half slower, probably for want of room in the instruction cache.
+  // Stores sums with scale, bias and activation, or to rows with any alignment: long code, once, in a loop. Unrolled,
+  // the kernels were up to half slower, probably because the instruction cache had no room.
   template <class U>
   __device__ void StoreFinished(const Sums& sums, int first_row, const WgmmaWork& work) {
-    // Columns per buffer, and per group of sums: the more the better while registers last.
+    // Columns per buffer and per group of sums. Larger groups are better as long as registers last.
     constexpr int kWidth = hopper::kBoxRowBytes / sizeof(U);
     constexpr int kGroup = Tile::kBlocks * Tile::kColumns <= 256 ? kWidth : 16;
     constexpr int kGroups = Tile::kColumns / kGroup, kCount = Tile::kBlocks * kGroups;
@@ -370,7 +371,7 @@ class ResultStore : public StagedBoxes<Tile> {
     [[maybe_unused]] RowWindows<U> windows;
 #pragma unroll 1
     for (int step = 0; step < kCount << twice; ++step) {
-      const bool preactivations = twice && step < kCount;  // these alone
+      const bool preactivations = twice && step < kCount;  // only preactivations in this step
       const int index = step < kCount ? step : step - kCount;
       const int row = first_row + index / kGroups * 64, in_row = index % kGroups * kGroup, in_buffer = in_row % kWidth;
       if (boxes && in_buffer == 0) {
@@ -442,13 +443,13 @@ class ResultStore : public StagedBoxes<Tile> {
   const int warpgroup_;
 };
 
-// A thread's way from a tile's sums to memory. It has pairs of adjacent columns (2 i + h, h = column) in two adjacent
-// rows, every 8 rows. The result's rows are aligned to 16 bytes, because rhs's rows are.
+// Takes a thread's sums from a tile to memory. The thread has pairs of adjacent columns (2 i + h, h = column) in two
+// adjacent rows, every 8 rows. The result's rows are aligned to 16 bytes, because rhs's rows are.
 template <class P>
 class TurnedStore {
  public:
-  // Before the sums are ready: fetches the bias for the thread's columns, if it is the same for all rows. column: the
-  // first one.
+  // Called before the sums are ready: fetches the bias for the thread's columns, if it is the same for all rows.
+  // column: the first one.
   __device__ TurnedStore(const Problem& p, const WgmmaWork& work, int column)
       : p_(p), work_(work), row_(work.row + threadIdx.x % 4 * 2), column_(column) {
     if (p.scale) scale_ = static_cast<const float*>(p.scale)[p.batch.At(work.batch).scale];
@@ -459,14 +460,15 @@ class TurnedStore {
   __device__ void Store(const float (&sums)[1][kSums]) const {
     if (column_ >= p_.n) return;
     const int64_t first = (int64_t{work_.slice} * p_.m + row_) * p_.n + column_;
-    const bool same = p_.bias_row_stride == 0;  // the bias, for all rows
+    const bool same = p_.bias_row_stride == 0;  // all rows have the same bias
     if (!p_.preactivation && p_.activation == Activation::kNone && same) {
       // Without this sum ptxas would move all sums in each k tile, to and from the register pairs that are stored.
       StoreGroups<kSums>(p_.out, first, 0,
                          [&](int i) { return fmaf(sums[0][i], scale_, i % 4 < 2 ? bias_.x : bias_.y); });
       return;
     }
-    constexpr int kAtOnce = kSums == 128 ? 8 : 16;  // measured: more code takes longer, less has less to do at a time
+    constexpr int kAtOnce =
+        kSums == 128 ? 8 : 16;  // measured: more code takes longer, and less has too little to do at a time
 #pragma unroll 1
     for (int step = 0; step < kSums / kAtOnce; ++step) {
       float z[kAtOnce];
@@ -491,7 +493,7 @@ class TurnedStore {
     return static_cast<const float*>(p_.bias) + p_.batch.At(work_.batch).bias +
            min(int64_t{row_ + row}, p_.m - 1) * p_.bias_row_stride + (column_ + column) * p_.bias_column_stride;
   }
-  // kCount values, from groups of 8 rows, from `group` on.
+  // Stores kCount values, from groups with 8 rows, from `group` on.
   template <int kCount, class Value>
   __device__ void StoreGroups(void* target, int64_t first, int group, const Value& value) const {
     float* const out = static_cast<float*>(target) + first + group * 8 * p_.n;
@@ -511,9 +513,9 @@ class TurnedStore {
   float2 bias_ = {};
 };
 
-// out = activation(the partial results' sum, in order, + bias). A block takes 32 packs, each with 4 adjacent elements;
-// a warp sums every 8th partial result, and the first warp sums the warps' results. row_packs, rows: packs per row,
-// rows per matrix.
+// out = activation(the sum of the partial results, in order, + bias). A block takes 32 packs, each with 4 adjacent
+// elements; a warp sums every 8th partial result, and the first warp sums the warps' results. row_packs, rows: packs
+// per row, rows per matrix.
 inline constexpr int kPartialCount = 4, kPartialWarps = 8;
 template <class U>
 __global__ void __launch_bounds__(kPartialWarps * 32)
