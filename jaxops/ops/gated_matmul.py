@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxops import _arguments as arguments
 from jaxops.ops._epilogue import ACTIVATIONS
-from jaxops.ops._gated_kernel import gate, kernel, mlp
+from jaxops.ops._gated_kernel import gate, gate_into, kernel, mlp
 from jaxops.ops._matmul_kernel import arithmetic_of, precision_of
 from jaxops.ops.matmul import matmul
 
@@ -84,7 +84,8 @@ def gated_mlp(
 
     The same as :func:`jaxops.matmul` of :func:`jaxops.gated_matmul`. On a Hopper GPU and for 16-bit operands, its
     backward pass is faster: the kernel that multiplies the result's cotangent by w_down makes the cotangents of both
-    products from the f32 sums.
+    products from the f32 sums. The backward pass keeps the two products, rounded, and nothing else of their size: it
+    computes activation and multiplication again, for the gradient of w_down.
 
     Args:
       x: array `[..., k]`.
@@ -116,9 +117,8 @@ def gated_mlp(
         if _fits_kernel(wanted, x, w_gate, w_up, w_down):
             run = functools.partial(mlp.bind, activation=activation, precision=wanted)
             return _in_rows(run, x, w_gate, w_up, w_down)
-        products = (matmul(x, w, precision=precision, preferred_element_type=dtype) for w in (w_gate, w_up))
-        hidden = gate(*products, activation)
-        return matmul(hidden, w_down, precision=precision, preferred_element_type=dtype)
+        product = functools.partial(matmul, precision=precision, preferred_element_type=dtype)
+        return gate_into(product, product(x, w_gate), product(x, w_up), w_down, activation)
 
     return (jax.checkpoint(whole) if recompute else whole)(x, w_gate, w_up, w_down)
 
