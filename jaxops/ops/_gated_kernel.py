@@ -51,9 +51,7 @@ def gate(gates: jax.Array, ups: jax.Array, activation: str) -> jax.Array:
     return jax.checkpoint(functools.partial(_gate, activation=activation), prevent_cse=False)(gates, ups)
 
 
-def gate_into(
-    product: Callable[[jax.Array, jax.Array], jax.Array], gates: jax.Array, ups: jax.Array, w: jax.Array, activation: str
-) -> jax.Array:
+def gate_into(product: Callable[..., jax.Array], gates: jax.Array, ups: jax.Array, w: jax.Array, activation: str):
     """product(activation(gates) * ups, w). The backward pass keeps gates, ups and w, and computes the factor again."""
     return jax.checkpoint(lambda gates, ups, w: product(_gate(gates, ups, activation), w))(gates, ups, w)
 
