@@ -55,7 +55,7 @@ def gated_matmul(
       Array([[ 3., 12.]], dtype=float32)
     """
     x, w_gate, w_up = _checked("gated_matmul", x=x, w_gate=w_gate, w_up=w_up)
-    activation, wanted = _checked_options("gated_matmul", activation, precision)
+    activation, wanted = checked_options("gated_matmul", activation, precision)
     recompute = arguments.flag("gated_matmul", "recompute", recompute)
     dtype = _joint_dtype("gated_matmul", x=x, w_gate=w_gate, w_up=w_up)
 
@@ -109,7 +109,7 @@ def gated_mlp(
       Array([[15.]], dtype=float32)
     """
     x, w_gate, w_up, w_down = _checked("gated_mlp", x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
-    activation, wanted = _checked_options("gated_mlp", activation, precision)
+    activation, wanted = checked_options("gated_mlp", activation, precision)
     recompute = arguments.flag("gated_mlp", "recompute", recompute)
     dtype = _joint_dtype("gated_mlp", x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
 
@@ -141,7 +141,7 @@ def _checked(op: str, **operands: Any) -> list[jax.Array]:
     return [*arrays.values()]
 
 
-def _checked_options(op: str, activation: Any, precision: Any) -> tuple[str, Any]:
+def checked_options(op: str, activation: Any, precision: Any) -> tuple[str, Any]:
     """The activation, and the precision as `precision_of` gives it."""
     accepted = [name for name in ACTIVATIONS if name is not None]
     if not isinstance(activation, str) or activation not in accepted:
