@@ -661,6 +661,8 @@ def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_M
             if why is None:
                 report.swapped[where] = type(layer).__name__
                 report._layers[where] = weakref.ref(layer)
+                if isinstance(layer, _FLAX.Linear) and layer.bias is None:
+                    report._unbiased.add(where)
                 if isinstance(layer, _FLAX.MultiHeadAttention):
                     report.attention[where] = _how(layer, products)
                 _swap_layer(layer, products)
