@@ -132,6 +132,18 @@ def mutate(graph: Graph, rng: np.random.Generator) -> str:
         if not shaped:
             return ""
         node.params = dict(node.params) | {"axes": (int(shaped[rng.integers(len(shaped))]),)}
+    elif kind == "axis" and name == "dot_general":
+        side, (contracted, batch) = rng.integers(2), node.params["dimension_numbers"]
+        operands = [value.shape for value in node.inputs]
+        found = []
+        for axis in range(len(operands[side])):
+            changed = [(axis,) if i == side else axes for i, axes in enumerate(contracted)]
+            if len(contracted[side]) == 1 and axis not in (*contracted[side], *batch[side]):
+                found.append((tuple(changed), batch))
+        found = [numbers for numbers in found if _product_shape(*operands, numbers) == node.avals[0].shape]
+        if not found:
+            return ""
+        node.params = dict(node.params) | {"dimension_numbers": found[rng.integers(len(found))]}
     elif kind == "axis" and name == "transpose":
         permutation = list(node.params["permutation"])
         i, j = rng.choice(len(permutation), 2, replace=False)
@@ -142,6 +154,18 @@ def mutate(graph: Graph, rng: np.random.Generator) -> str:
     else:
         return ""
     return f"{kind} at {name} {node.index}"
+
+
+def _product_shape(lhs: tuple[int, ...], rhs: tuple[int, ...], numbers: Any) -> tuple[int, ...] | None:
+    """The shape of a product; None: the contracted axes differ in size."""
+    sizes = [[shape[a] for a in axes] for shape, axes in zip((lhs, rhs), numbers[0], strict=True)]
+    if sizes[0] != sizes[1]:
+        return None
+    free = [
+        [d for a, d in enumerate(shape) if a not in (*contracted, *batch)]
+        for shape, contracted, batch in zip((lhs, rhs), *numbers, strict=True)
+    ]
+    return (*(lhs[a] for a in numbers[1][0]), *free[0], *free[1])
 
 
 def _insert(graph: Graph, node: Node, i: int, name: str) -> None:

@@ -48,8 +48,8 @@ def fuse(
     Args:
       f: a function of arrays in any structure. Arguments that are not arrays are options and are not traced.
       only: the op or ops to look for; by default all: "dot_product_attention", "linear_cross_entropy",
-        "softmax_cross_entropy_with_integer_labels", "layer_norm", "rms_norm", "softmax", "log_softmax", "gated_matmul",
-        "matmul" (a product with a bias or an activation) and "dot_general".
+        "softmax_cross_entropy_with_integer_labels", "layer_norm", "rms_norm", "softmax", "log_softmax", "gated_mlp",
+        "gated_matmul", "matmul" (a product with a bias or an activation) and "dot_general".
       report: called with a :class:`jaxops.FuseReport` whenever the function is traced; `print` shows it.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxops import _arguments as arguments
+from jaxops.ops.gated_matmul import checked_options
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -101,6 +102,31 @@ def model(value: Any, module: type, library: str, other: str) -> None:
         raise TypeError(
             f"swap: model must be a flax.{library} module, got {type(value).__name__}; see jaxops.flax.{other}.swap"
         )
+
+
+def widths(where: str, **given: Any) -> None:
+    """Raises an error unless all are integers above 0; None is left out."""
+    for name, value in given.items():
+        if value is not None and arguments.static_int(where, name, value) < 1:
+            raise ValueError(f"{where}: {name} must be at least 1, got {value}")
+
+
+def gated_mlp(**given: Any) -> None:
+    """Raises an error that names the attribute unless all attributes of a GatedMLP fit."""
+    where = "GatedMLP"
+    widths(where, **{name: value for name, value in given.items() if name.endswith("_features")})
+    checked_options(where, given["activation"], given["precision"])
+    arguments.flag(where, "recompute", given["recompute"])
+    arguments.result_dtype(where, given["dtype"], jnp.float32, "dtype")
+    if given["param_dtype"] is None:
+        raise TypeError(f"{where}: param_dtype must be one of {', '.join(arguments.FLOATS)}, got None")
+    arguments.result_dtype(where, given["param_dtype"], None, "param_dtype")
+    for name in ("kernel_init", "promote_dtype"):
+        _callable(where, name, given[name])
+    _optional_callable(where, "down_kernel_init", given["down_kernel_init"])
+    for name in ("kernel_metadata", "down_kernel_metadata"):
+        if not isinstance(given.get(name), Mapping | None):
+            raise TypeError(f"{where}: {name} must be a mapping or None, got {given[name]!r}")
 
 
 _CHECKS: dict[str, Callable[[str, str, Any], Any]] = {

@@ -18,6 +18,7 @@ from jaxops._rows import expand_rank
 from jaxops.ops._attention_plain import WHOLE
 from jaxops.ops._attention_support import why_not as no_attention_kernel
 from jaxops.ops.attention import attention, note_projections
+from jaxops.ops.gated_matmul import gated_mlp
 from jaxops.ops.layer_norm import layer_norm
 from jaxops.ops.matmul import dot_general, general_product, matmul
 from jaxops.ops.rms_norm import rms_norm
@@ -109,6 +110,19 @@ def normalise(
     y = y if bias is None else y + bias.reshape(expanded)
     y = y.astype(dtype)
     return (y, *total) if total else y
+
+
+def run_gated_mlp(
+    inputs: jax.Array, kernels: Sequence[jax.Array], *, activation: str, precision: Any, recompute: bool
+) -> jax.Array:
+    """A GatedMLP of promoted inputs and kernels: of gate, up and down."""
+    width = kernels[0].shape[0]
+    if inputs.shape[-1] != width:
+        raise ValueError(f"GatedMLP: inputs must be [..., {width}], got {inputs.shape}")
+    for name, x in zip(("inputs", "gate", "up", "down"), (inputs, *kernels), strict=True):
+        if x.dtype.name not in arguments.FLOATS:
+            raise TypeError(f"GatedMLP: {name} promotes to {x.dtype}; accepted are {', '.join(arguments.FLOATS)}")
+    return gated_mlp(inputs, *kernels, activation=activation, precision=precision, recompute=recompute)
 
 
 def contract(

@@ -23,6 +23,10 @@ def note_run(layer: Any) -> None:
         ran.append(layer)
 
 
+#: What models call the layers of their gated MLPs: the one before the activation, the one beside it, the last.
+_GATED_MLPS = (("gate", "up", "down"), ("gate_proj", "up_proj", "down_proj"), ("wi_0", "wi_1", "wo"))
+
+
 @dataclasses.dataclass
 class SwapReport:
     """Lists the layers and functions of a model that run on jaxops, and why others do not; prints as a table.
@@ -41,6 +45,24 @@ class SwapReport:
     idle: dict[str, str] = dataclasses.field(default_factory=dict)
     left: dict[str, int] = dataclasses.field(default_factory=dict)
     _layers: dict[str, weakref.ref] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _unbiased: set[str] = dataclasses.field(default_factory=set, repr=False, compare=False)
+
+    @property
+    def gated_mlps(self) -> dict[str, tuple[str, ...]]:
+        """By path of a module, three of its swapped dense layers, without bias, whose names are a gated MLP's.
+
+        Such as `gate`, `up` and `down`. They run one by one, because a swap does not see what the module does between
+        them. `GatedMLP` in `jaxops.flax.linen` and `jaxops.flax.nnx` joins them, with the same parameters under its own
+        names; so does :func:`jaxops.fuse` of a model that is swapped with `products=False`.
+        """
+        unbiased = self._unbiased & self.swapped.keys()
+        parents = sorted({path.rpartition("/")[0] for path in unbiased})
+        return {
+            parent: names
+            for parent in parents
+            for names in _GATED_MLPS
+            if all((f"{parent}/{name}" if parent else name) in unbiased for name in names)
+        }
 
     def trace(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> SwapReport:
         """Traces a call of the swapped model, without running it, and completes the report.
@@ -101,6 +123,11 @@ class SwapReport:
         width = max(map(len, paths))
         lines = [f"{len(self.swapped)} on jaxops, {len(self.kept)} kept"]
         lines += [f"{path:{width}}  {paths[path]}" for path in sorted(paths)]
+        for parent, names in self.gated_mlps.items():
+            where = f"{parent}: " if parent else ""
+            lines.append(
+                f"{where}{', '.join(names)} run one by one; if they are a gated MLP, see GatedMLP or jaxops.fuse"
+            )
         if self.left:
             lines.append("XLA's: " + ", ".join(f"{n} {what}" for what, n in self.left.items()))
         return "\n".join(lines)

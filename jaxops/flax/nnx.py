@@ -1,9 +1,9 @@
 """flax.nnx's layers on jaxops' kernels, and `swap`, which moves an existing nnx model onto them.
 
-Every layer is a subclass of the Flax layer with the same name. Constructors, attributes, variables with their metadata,
-and result dtypes are Flax's, and checkpoints fit both ways. A call without a kernel runs on Flax's code, with a
-:class:`jaxops.FallbackWarning`. If you pass your own function for a layer's products, the layer uses it without a
-warning.
+Every layer but :class:`GatedMLP`, which Flax does not have, is a subclass of the Flax layer with the same name.
+Constructors, attributes, variables with their metadata, and result dtypes are Flax's, and checkpoints fit both ways. A
+call without a kernel runs on Flax's code, with a :class:`jaxops.FallbackWarning`. If you pass your own function for a
+layer's products, the layer uses it without a warning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextvars
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -26,12 +26,14 @@ from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport, note_run
 from jaxops.ops._attention_plain import WHOLE
+from jaxops.ops._gated_kernel import gate as _gate
 from jaxops.ops.attention import projections_noted
 from jaxops.ops.matmul import dot_general
 
 _dot_general = dot_general
 
 __all__ = [
+    "GatedMLP",
     "LayerNorm",
     "Linear",
     "LinearGeneral",
@@ -226,6 +228,117 @@ class LinearGeneral(nnx.LinearGeneral):
         named = (self.axis, self.batch_axis)
         axes, batch_axes = (_functions.canonical_axes(axes, inputs.ndim) for axes in named)
         return _product(self, inputs, axes, batch_axes, None, out_sharding)
+
+
+_LECUN_NORMAL = nnx.initializers.lecun_normal()
+
+
+class GatedMLP(nnx.Module):
+    """A gated MLP on :func:`jaxops.gated_mlp`: `down(activation(gate(x)) * up(x))`, of three layers without bias.
+
+    Flax has no such layer. `gate`, `up` and `down` are :class:`Linear` layers, made in this order. So the variables are
+    those of a module with three `nnx.Linear(use_bias=False)` of these names. If you replace one of them by another kind
+    of layer, or change an attribute of one alone, the three run one by one, with a :class:`jaxops.FallbackWarning`.
+
+    Args:
+      in_features: width of the inputs.
+      hidden_features: width between the products.
+      out_features: width of the result; by default `in_features`.
+      activation: "silu" (SwiGLU), "gelu" (the tanh form; GEGLU), "gelu_exact" (with erf) or "relu".
+      dtype: dtype of the computation; by default inputs and parameters promote.
+      param_dtype: dtype of the parameters.
+      precision: of the products, as in jax.numpy.matmul.
+      kernel_init: initialises the kernels. `nnx.with_partitioning` and the like are respected.
+      down_kernel_init: initialises the kernel of `down`, which is split along other axes; by default `kernel_init`.
+      promote_dtype: as in `nnx.Linear`; takes the inputs and all three kernels.
+      recompute: the backward pass keeps only the inputs and parameters, and computes two products again.
+      kernel_metadata: of the kernels of `gate` and `up`, as in `nnx.Linear`.
+      down_kernel_metadata: of the kernel of `down`.
+      rngs: for the initial values.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxops.flax import nnx as fast
+      >>> layer = fast.GatedMLP(4, 16, activation="gelu", rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 4))).shape
+      (2, 4)
+      >>> layer.down.kernel.shape
+      (16, 4)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: str = "silu",
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Callable[..., Any] = _LECUN_NORMAL,
+        down_kernel_init: Callable[..., Any] | None = None,
+        promote_dtype: Callable[..., Any] = dtypes.promote_dtype,
+        recompute: bool = False,
+        kernel_metadata: Mapping[str, Any] | None = None,
+        down_kernel_metadata: Mapping[str, Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"GatedMLP: rngs must be flax.nnx.Rngs, got {type(rngs).__name__}")
+        options = {"dtype": dtype, "param_dtype": param_dtype, "precision": precision, "promote_dtype": promote_dtype}
+        arguments.gated_mlp(
+            in_features=in_features,
+            hidden_features=hidden_features,
+            out_features=out_features,
+            activation=activation,
+            kernel_init=kernel_init,
+            down_kernel_init=down_kernel_init,
+            recompute=recompute,
+            kernel_metadata=kernel_metadata,
+            down_kernel_metadata=down_kernel_metadata,
+            **options,
+        )
+
+        def linear(widths, init, metadata):
+            more = {"kernel_metadata": metadata} if metadata else {}
+            return Linear(*widths, use_bias=False, kernel_init=init, rngs=rngs, **options, **more)
+
+        self.gate = linear((in_features, hidden_features), kernel_init, kernel_metadata)
+        self.up = linear((in_features, hidden_features), kernel_init, kernel_metadata)
+        last = (hidden_features, out_features or in_features)
+        self.down = linear(last, down_kernel_init or kernel_init, down_kernel_metadata)
+        self.activation = activation
+        self.recompute = recompute
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """`[..., in_features]` to `[..., out_features]`."""
+        inputs = arguments.inputs("GatedMLP", inputs)
+        if why := self._why_not_together():
+            warn_fallback("GatedMLP's activation", why)
+            return self.down(_gate(self.gate(inputs), self.up(inputs), self.activation))
+        kernels = (layer.kernel[...] for layer in (self.gate, self.up, self.down))
+        inputs, *kernels = self.gate.promote_dtype((inputs, *kernels), dtype=self.gate.dtype)
+        options = {"activation": self.activation, "precision": self.gate.precision, "recompute": self.recompute}
+        return _functions.run_gated_mlp(inputs, kernels, **options)
+
+    def _why_not_together(self) -> str | None:
+        """Why the layers run one by one; None if they do not."""
+        for name in ("gate", "up", "down"):
+            layer = getattr(self, name)
+            if type(layer) not in (Linear, _FLAX.Linear):
+                return f"{name} is a {type(layer).__name__}"
+            if layer.bias is not None or getattr(layer, "activation", None) is not None:
+                return f"{name} has a bias or an activation"
+            if why := _why_no_product(layer):
+                return f"{why} to {name}"
+            for attribute in ("dtype", "precision", "promote_dtype"):
+                if getattr(layer, attribute) != getattr(self.gate, attribute):
+                    return f"{name} has another {attribute} than gate"
+            if getattr(layer, "preferred_element_type", None) is not None:
+                return f"{name} has a preferred_element_type"
+        return None
 
 
 #: The projections of the self-attention that runs, by the layer's id: they read the same inputs and are one product.
@@ -548,6 +661,8 @@ def swap(model: _Model, *, copy: bool = True, products: bool = True) -> tuple[_M
             if why is None:
                 report.swapped[where] = type(layer).__name__
                 report._layers[where] = weakref.ref(layer)
+                if isinstance(layer, _FLAX.Linear) and layer.bias is None:
+                    report._unbiased.add(where)
                 if isinstance(layer, _FLAX.MultiHeadAttention):
                     report.attention[where] = _how(layer, products)
                 _swap_layer(layer, products)

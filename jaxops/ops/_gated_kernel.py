@@ -51,6 +51,11 @@ def gate(gates: jax.Array, ups: jax.Array, activation: str) -> jax.Array:
     return jax.checkpoint(functools.partial(_gate, activation=activation), prevent_cse=False)(gates, ups)
 
 
+def gate_into(product: Callable[..., jax.Array], gates: jax.Array, ups: jax.Array, w: jax.Array, activation: str):
+    """product(activation(gates) * ups, w). The backward pass keeps gates, ups and w, and computes the factor again."""
+    return jax.checkpoint(lambda gates, ups, w: product(_gate(gates, ups, activation), w))(gates, ups, w)
+
+
 def _rows(x: Any) -> list[str]:
     """The names of the axes of rows."""
     return [f"m{a}" for a in range(x.ndim - 1)]
@@ -240,8 +245,9 @@ class _MlpKernel(Kernel):
         if has:
             given = (t for t in moved if not isinstance(t, ad.Zero))
             terms += _linear.bind(*both, w_down, *given, activation=activation, precision=precision, has=has)
-        if not isinstance(dw_down, ad.Zero):
-            terms.append(multiply(hidden, dw_down, precision))
+        if not isinstance(dw_down, ad.Zero):  # not by `hidden`, which would be kept for the backward pass
+            product = functools.partial(multiply, precision=precision)
+            terms.append(gate_into(product, *both, dw_down, activation))
         return [out], [sum(terms[1:], terms[0])]
 
 

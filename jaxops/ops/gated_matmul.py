@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxops import _arguments as arguments
 from jaxops.ops._epilogue import ACTIVATIONS
-from jaxops.ops._gated_kernel import gate, kernel, mlp
+from jaxops.ops._gated_kernel import gate, gate_into, kernel, mlp
 from jaxops.ops._matmul_kernel import arithmetic_of, precision_of
 from jaxops.ops.matmul import matmul
 
@@ -55,7 +55,7 @@ def gated_matmul(
       Array([[ 3., 12.]], dtype=float32)
     """
     x, w_gate, w_up = _checked("gated_matmul", x=x, w_gate=w_gate, w_up=w_up)
-    activation, wanted = _checked_options("gated_matmul", activation, precision)
+    activation, wanted = checked_options("gated_matmul", activation, precision)
     recompute = arguments.flag("gated_matmul", "recompute", recompute)
     dtype = _joint_dtype("gated_matmul", x=x, w_gate=w_gate, w_up=w_up)
 
@@ -84,7 +84,8 @@ def gated_mlp(
 
     The same as :func:`jaxops.matmul` of :func:`jaxops.gated_matmul`. On a Hopper GPU and for 16-bit operands, its
     backward pass is faster: the kernel that multiplies the result's cotangent by w_down makes the cotangents of both
-    products from the f32 sums.
+    products from the f32 sums. The backward pass keeps the two products, rounded, and nothing else of their size: it
+    computes activation and multiplication again, for the gradient of w_down.
 
     Args:
       x: array `[..., k]`.
@@ -108,7 +109,7 @@ def gated_mlp(
       Array([[15.]], dtype=float32)
     """
     x, w_gate, w_up, w_down = _checked("gated_mlp", x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
-    activation, wanted = _checked_options("gated_mlp", activation, precision)
+    activation, wanted = checked_options("gated_mlp", activation, precision)
     recompute = arguments.flag("gated_mlp", "recompute", recompute)
     dtype = _joint_dtype("gated_mlp", x=x, w_gate=w_gate, w_up=w_up, w_down=w_down)
 
@@ -116,9 +117,8 @@ def gated_mlp(
         if _fits_kernel(wanted, x, w_gate, w_up, w_down):
             run = functools.partial(mlp.bind, activation=activation, precision=wanted)
             return _in_rows(run, x, w_gate, w_up, w_down)
-        products = (matmul(x, w, precision=precision, preferred_element_type=dtype) for w in (w_gate, w_up))
-        hidden = gate(*products, activation)
-        return matmul(hidden, w_down, precision=precision, preferred_element_type=dtype)
+        product = functools.partial(matmul, precision=precision, preferred_element_type=dtype)
+        return gate_into(product, product(x, w_gate), product(x, w_up), w_down, activation)
 
     return (jax.checkpoint(whole) if recompute else whole)(x, w_gate, w_up, w_down)
 
@@ -141,7 +141,7 @@ def _checked(op: str, **operands: Any) -> list[jax.Array]:
     return [*arrays.values()]
 
 
-def _checked_options(op: str, activation: Any, precision: Any) -> tuple[str, Any]:
+def checked_options(op: str, activation: Any, precision: Any) -> tuple[str, Any]:
     """The activation, and the precision as `precision_of` gives it."""
     accepted = [name for name in ACTIVATIONS if name is not None]
     if not isinstance(activation, str) or activation not in accepted:

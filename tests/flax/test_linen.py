@@ -1,6 +1,7 @@
 """jaxops.flax.linen beside flax.linen: parameters, results and gradients of every layer."""
 
 import functools
+from typing import Any
 
 import flax.errors
 import jax
@@ -161,6 +162,66 @@ def test_dense_activation(rng, activation):
     )
     cases.assert_same(got, wanted, ulp=16)
     assert contract.count_launches(layer.apply, values, x) == 1
+
+
+class GatedMLP(nn.Module):
+    """linen.GatedMLP of Flax's layers."""
+
+    hidden_features: int
+    out_features: int | None = None
+    activation: str = "silu"
+    kernel_init: Any = nn.initializers.lecun_normal()
+    down_kernel_init: Any = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype, precision=self.precision
+        )
+        gate, up = (dense(self.hidden_features, kernel_init=self.kernel_init, name=name)(x) for name in ("gate", "up"))
+        init = self.down_kernel_init or self.kernel_init
+        down = dense(self.out_features or x.shape[-1], kernel_init=init, name="down")
+        return down(cases.ACTIVATIONS[self.activation](gate) * up)
+
+
+@pytest.mark.parametrize("case", cases.GATED_MLPS)
+def test_gated_mlp(rng, case):
+    """Parameters, also from the same key, results and gradients are those of three dense layers."""
+    options, dtype = cases.GATED_MLPS[case]
+    flax = {name: value for name, value in options.items() if name != "recompute"}
+    coarse = jnp.bfloat16 if "bf16" in case else None
+    ours, theirs = linen.GatedMLP(16, **options), GatedMLP(16, **flax)
+    compare(rng, ours, theirs, cases.draw(rng, (3, 5, 8), dtype), launches=None, rounding=coarse, ulp=16)
+
+
+def test_gated_mlp_is_one_op(rng):
+    x = cases.draw(rng, (3, 8), "bfloat16")
+    layer = linen.GatedMLP(16, dtype=jnp.bfloat16)
+    variables = layer.init(KEYS, x)
+    text = str(jax.make_jaxpr(layer.apply)(variables, x))
+    assert text.count("jaxops_gated_mlp[") == 1 and "jaxops_matmul" not in text and "dot_general" not in text
+
+
+def test_partitioned_gated_mlp():
+    """The boxes of the kernels are the given ones, and the split kernels stay where they are."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    init, x = nn.initializers.lecun_normal(), jnp.ones((4, 8))
+    layer = linen.GatedMLP(
+        16,
+        kernel_init=nn.with_partitioning(init, (None, "model")),
+        down_kernel_init=nn.with_partitioning(init, ("model", None)),
+    )
+    specs = nn.get_partition_spec(jax.eval_shape(layer.init, KEYS, x))["params"]
+    wanted = {"gate": (None, "model"), "up": (None, "model"), "down": ("model", None)}
+    assert specs == {name: {"kernel": jax.P(*spec)} for name, spec in wanted.items()}
+    values = nn.unbox(layer.init(KEYS, x))
+    split = jax.device_put(values["params"], jax.tree.map(functools.partial(jax.NamedSharding, mesh), specs))
+    run = jax.jit(lambda params: layer.apply({"params": params}, x))
+    assert "all-gather" not in run.lower(split).compile().as_text()
+    np.testing.assert_allclose(run(split), layer.apply(values, x), rtol=1e-5, atol=1e-6)
 
 
 def test_own_dot_general(rng):

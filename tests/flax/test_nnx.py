@@ -108,6 +108,121 @@ def test_linear_activation(rng, activation):
     assert contract.count_launches(ours, x) == 1
 
 
+class GatedMLP(nnx.Module):
+    """fast.GatedMLP of Flax's layers."""
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features,
+        out_features=None,
+        *,
+        activation="silu",
+        kernel_init=nnx.initializers.lecun_normal(),  # noqa: B008
+        down_kernel_init=None,
+        rngs,
+        **options,
+    ):
+        inits = (kernel_init, kernel_init, down_kernel_init or kernel_init)
+        shapes = [(in_features, hidden_features)] * 2 + [(hidden_features, out_features or in_features)]
+        self.gate, self.up, self.down = (
+            nnx.Linear(*shape, use_bias=False, kernel_init=init, rngs=rngs, **options)
+            for shape, init in zip(shapes, inits, strict=True)
+        )
+        self.activation = activation
+
+    def __call__(self, x):
+        return self.down(cases.ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+def states_and_results(layers, x):
+    """The variables with their metadata, the values and the gradients of layers."""
+    for layer in layers:
+        graph, state = nnx.split(layer)
+        metadata = [(path, str(sorted(v.get_metadata().items(), key=str))) for path, v in nnx.to_flat_state(state)]
+
+        def run(state, x, graph=graph):
+            return nnx.merge(graph, state, copy=True)(x)
+
+        yield metadata, state, cases.value_and_gradients(run, state, x)
+
+
+@pytest.mark.parametrize("case", cases.GATED_MLPS)
+def test_gated_mlp(rng, case):
+    """Variables, also from the same seed, results and gradients are those of three linear layers."""
+    options, dtype = cases.GATED_MLPS[case]
+    flax = {name: value for name, value in options.items() if name != "recompute"}
+    layers = [cls(8, 16, **given, rngs=nnx.Rngs(0)) for cls, given in ((fast.GatedMLP, options), (GatedMLP, flax))]
+    ours, theirs = states_and_results(layers, cases.draw(rng, (3, 5, 8), dtype))
+    assert ours[0] == theirs[0]
+    jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
+    cases.assert_same(ours[2], theirs[2], rounding=jnp.bfloat16 if "bf16" in case else None, ulp=16)
+
+
+def test_partitioned_gated_mlp():
+    def make(cls):
+        init = nnx.initializers.lecun_normal()
+        split = nnx.with_partitioning(init, (None, "model")), nnx.with_partitioning(init, ("model", None))
+        return cls(8, 16, kernel_init=split[0], down_kernel_init=split[1], rngs=nnx.Rngs(0))
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        ours, theirs = (make(cls) for cls in (fast.GatedMLP, GatedMLP))
+        specs = [jax.tree.leaves(nnx.get_partition_spec(nnx.state(layer))) for layer in (ours, theirs)]
+        assert specs[0] == specs[1] and jax.P(None, "model") in specs[0] and jax.P("model", None) in specs[0]
+        run = jax.jit(lambda layer, x: layer(x))
+        assert "all-gather" not in run.lower(ours, jnp.ones((4, 8))).compile().as_text()
+
+
+def test_metadata_of_a_gated_mlp():
+    given = {"kernel_metadata": {"note": "a"}, "down_kernel_metadata": {"note": "b"}}
+    layer = fast.GatedMLP(4, 8, **given, rngs=nnx.Rngs(0))
+    assert [each.kernel.get_metadata()["note"] for each in (layer.gate, layer.up, layer.down)] == ["a", "a", "b"]
+
+
+class Doubled(nnx.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("gate", Doubled, "gate is a Doubled"),
+        ("up", {"use_bias": True}, "up has a bias"),
+        ("down", {"dot_general": lambda *xs, **options: 2 * jax.lax.dot_general(*xs, **options)}, "dot_general= is"),
+        ("down", {"dtype": jnp.bfloat16}, "down has another dtype than gate"),
+        ("gate", {"preferred_element_type": jnp.float16}, "gate has a preferred_element_type"),
+    ],
+)
+def test_layers_put_into_a_gated_mlp(rng, name, change, why, fallback):
+    """What replaces a layer afterwards runs as it is."""
+    ours, theirs = (cls(8, 8, rngs=nnx.Rngs(0)) for cls in (fast.GatedMLP, GatedMLP))
+    bias_init = nnx.initializers.normal()
+    for layer in (ours, theirs):
+        options = change if isinstance(change, dict) else {}
+        new = (change if not options else nnx.Linear)(
+            8, 8, rngs=nnx.Rngs(1), bias_init=bias_init, **{"use_bias": False, **options}
+        )
+        setattr(layer, name, new)
+    x = cases.draw(rng, (3, 8))
+    cases.assert_same(ours(x), theirs(x), rounding=jnp.bfloat16 if "dtype" in why or "preferred" in why else None)
+    assert [why in str(warning.message) for warning in fallback.list] == [True]
+
+
+def test_layers_of_flax_in_a_gated_mlp(rng):
+    """Linear layers of Flax's, such as those of a checkpoint's model, are as good as ours."""
+    layer, x = fast.GatedMLP(8, 16, rngs=nnx.Rngs(0)), cases.draw(rng, (3, 8))
+    before = layer(x)
+    for name in ("gate", "up", "down"):
+        shape = getattr(layer, name).kernel.shape
+        linear = nnx.Linear(*shape, use_bias=False, rngs=nnx.Rngs(1))
+        linear.kernel = getattr(layer, name).kernel
+        setattr(layer, name, linear)
+    np.testing.assert_array_equal(layer(x), before)
+    assert "dot_general" not in str(jax.make_jaxpr(layer)(x))
+
+
 def test_metadata():
     ours, theirs = (library.Linear(2, 3, kernel_metadata={"note": "a"}, rngs=nnx.Rngs(0)) for library in (fast, nnx))
     assert ours.kernel.get_metadata() == theirs.kernel.get_metadata()

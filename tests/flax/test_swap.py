@@ -74,6 +74,57 @@ def test_linen_model(rng):
     cases.assert_same(got, wanted, ulp=256)
 
 
+class LinenMLP(nn.Module):
+    names: tuple[str, ...]
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        gate, up, down = (
+            nn.Dense(width, use_bias=self.use_bias, name=name)
+            for width, name in zip((12, 12, x.shape[-1]), self.names, strict=True)
+        )
+        return down(nn.silu(gate(x)) * up(x))
+
+
+class NnxMLP(nnx.Module):
+    def __init__(self, names, use_bias=False):
+        self.names = names
+        for shape, name in zip(((8, 12), (8, 12), (12, 8)), names, strict=True):
+            setattr(self, name, nnx.Linear(*shape, use_bias=use_bias, rngs=nnx.Rngs(0)))
+
+    def __call__(self, x):
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return down(nnx.silu(gate(x)) * up(x))
+
+
+@pytest.mark.parametrize("names", ["gate up down", "gate_proj up_proj down_proj", "wi_0 wi_1 wo"])
+def test_gated_mlps_are_told(names):
+    """Three layers without bias, of known names: the report says that they run one by one."""
+    names, x = tuple(names.split()), jnp.ones((3, 8))
+    line = f"layers_0: {', '.join(names)} run one by one; if they are a gated MLP, see GatedMLP or jaxops.fuse"
+    model = nn.Sequential([LinenMLP(names), LinenMLP(names, use_bias=True), LinenMLP((*names[:2], "x"))])
+    for products in (True, False):
+        swapped, report = linen.swap(model, products=products)
+        jax.eval_shape(swapped.init, KEY, x)
+        assert report.gated_mlps == ({"layers_0": names} if products else {})
+        assert (line in str(report).splitlines()) == products
+    model = nnx.Sequential(NnxMLP(names), NnxMLP(names, use_bias=True))
+    swapped, report = fast.swap(model)
+    assert report.gated_mlps == {"layers/0": names}
+    assert line.replace("layers_0", "layers/0") in str(report).splitlines()
+    assert fast.swap(NnxMLP(names))[1].gated_mlps == {"": names}
+
+
+def test_fuse_joins_what_a_swap_leaves():
+    """As the report says: gated MLPs of a model that is swapped without its products."""
+    model, _ = linen.swap(nn.Sequential([nn.RMSNorm(), LinenMLP(("gate", "up", "down"))]), products=False)
+    reports, x = [], jnp.ones((3, 8))
+    variables = jax.eval_shape(model.init, KEY, x)
+    text = str(jax.make_jaxpr(jaxops.fuse(model.apply, report=reports.append))(variables, x))
+    assert reports[0].counts == {"gated_mlp": 1} and "jaxops_rms_norm" in text
+
+
 def test_linen_models_are_pickled():
     model, report = linen.swap(nn.Sequential([nn.LayerNorm(), nn.softmax]))
     x = jnp.arange(8.0).reshape(2, 4)

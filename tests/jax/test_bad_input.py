@@ -101,6 +101,50 @@ def linen_layer(layer):
     return lambda: lambda *args, **options: layer.init_with_output(KEY, *args, **options)
 
 
+WIDTH = (ValueError, "must be at least 1, got", 0, -2)
+
+
+def gated_mlp_calls(create):
+    """Calls of a gated MLP of 4 features."""
+    dtype = (TypeError, "must be one of float64, float32", "nonsense", int, jnp.complex64, jnp.float8_e4m3fn)
+    metadata = (TypeError, "must be a mapping or None, got", 3)
+    names = {name for name in inspect.signature(create(None)).parameters if name.endswith("metadata")}
+    yield from wrong(
+        lambda **options: create(options)(X),
+        hidden_features=WIDTH,
+        out_features=WIDTH,
+        activation=(ValueError, "activation must be one of 'relu'.*got", None, "swish", jax.nn.silu),
+        dtype=dtype,
+        param_dtype=(*dtype, None),
+        precision=(ValueError, "must be one that jax.numpy.matmul takes, got", "exact", 3.5),
+        recompute=FLAG,
+        promote_dtype=CALLABLE,
+        kernel_init=CALLABLE,
+        down_kernel_init=OPTIONAL_CALLABLE,
+        **dict.fromkeys(names, metadata),
+    )
+    yield from wrong(
+        lambda **options: create(options)(X), hidden_features=(TypeError, "must be a Python int", 1.5, "x")
+    )
+    yield from wrong(lambda **options: create(options)(X), out_features=(TypeError, "must be a Python int", 1.5, True))
+    yield from wrong(create({}), inputs=(TypeError, "inputs must be an array, got", "x", None))
+    yield from wrong(create({}), inputs=(ValueError, "inputs must have at least 1 dimension", 1.0))
+    yield from wrong(create({}), inputs=(TypeError, "inputs promotes to complex64; accepted are", X + 1j))
+
+
+def linen_gated_mlp(options):
+    if options is None:
+        return linen.GatedMLP
+    layer = linen.GatedMLP(**{"hidden_features": 6} | options)
+    return lambda inputs: layer.init_with_output(KEY, inputs)
+
+
+def nnx_gated_mlp(options):
+    if options is None:
+        return nnx.GatedMLP
+    return nnx.GatedMLP(**{"in_features": 4, "hidden_features": 6, "rngs": rngs()} | options)
+
+
 ACTIVATION = (ValueError, "must be one of None, 'relu'.*got", "tanh", jax.nn.relu, 3)
 
 
@@ -384,6 +428,14 @@ CASES = {
         *layer_calls(linen_layer(linen.DenseGeneral(3)), norm=False),
         Case("axis", ValueError, "axis 5 is out of bounds", lambda: linen.DenseGeneral(3, axis=5).init(KEY, X)),
     ],
+    "jaxops.flax.linen.GatedMLP": list(gated_mlp_calls(linen_gated_mlp)),
+    "jaxops.flax.nnx.GatedMLP": [
+        *gated_mlp_calls(nnx_gated_mlp),
+        *wrong(
+            lambda **options: nnx_gated_mlp(options), in_features=WIDTH, rngs=(TypeError, "must be flax.nnx.Rngs", 0)
+        ),
+        *wrong(nnx_gated_mlp({}), inputs=(ValueError, r"inputs must be \[..., 4\], got \(3, 5\)", jnp.ones((3, 5)))),
+    ],
     "jaxops.flax.linen.MultiHeadDotProductAttention": [],
     "jaxops.flax.linen.MultiHeadAttention": [],
     "jaxops.flax.nnx.LayerNorm": list(layer_calls(lambda: nnx.LayerNorm(4, rngs=rngs()), norm=True)),
@@ -458,7 +510,7 @@ def parameters(value):
         return named(value)
     flax = next(base for base in value.__mro__ if base.__module__.startswith("flax."))
     own_call = named(value.__call__) - {"self"} if "__call__" in vars(value) else set()
-    return (named(value) - named(flax)) | own_call
+    return (named(value) - named(flax) - {"parent", "name"}) | own_call  # which every linen module has
 
 
 def named(function):

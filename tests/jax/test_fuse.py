@@ -87,6 +87,7 @@ def test_is_not_deceived(name, rng):
         "softmax_wide_inside",
         "attention_of_scaled_queries",
         "epilogue_wide_inside",
+        "gated_silu",
         "gated_whole",
         "linear_loss_weighted",
     ],
@@ -471,6 +472,17 @@ def test_only_and_report(rng):
     assert report.flops == (3 * 2 * 4 * 8 * 8,) * 2
     assert 0.6 * report.bytes[1] < report.bytes[0] < report.bytes[1]
     assert "3" in str(report) and "rms_norm" in str(report)
+
+
+def test_halves_of_gated_mlps():
+    """Without gated_mlp among the ops, the first half and the product with w_down are found one by one."""
+    function, shapes, _ = fuse_cases.SPELLINGS["gated_whole"]
+    reports = []
+    for only in (["gated_matmul", "dot_general"], ["gated_mlp"], ["gated_matmul"]):
+        jax.make_jaxpr(jaxops.fuse(function, only=only, report=reports.append))(*[jnp.ones(s) for s in shapes])
+    counts = [report.counts for report in reports]
+    assert counts == [{"gated_matmul": 1, "dot_general": 1}, {"gated_mlp": 1}, {"gated_matmul": 1}]
+    assert reports[1].flops == (reports[0].flops[1],) * 2
 
 
 def test_near_misses_say_why():

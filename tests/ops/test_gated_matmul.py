@@ -1,6 +1,7 @@
 """gated_matmul and gated_mlp: values and derivatives against float64, what is kept for these, Hopper's kernels."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -133,12 +134,18 @@ def test_transformations_in_16_bits(op, shapes, dtype, rng):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_a_whole_mlp_keeps(recompute, rng):
-    """Of the inner width both products and their gated product; or only the operands."""
-    xs = [draw(rng, shape).astype("bfloat16") for shape in WHOLE]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_a_whole_mlp_keeps(dtype, recompute, rng):
+    """Of the inner width both products; or only the operands. The product with w_down does not run again."""
+    xs = [draw(rng, shape).astype(dtype) for shape in WHOLE]
     _, pullback = jax.vjp(lambda *xs: jaxops.gated_mlp(*xs, recompute=recompute), *xs)
     kept = [x for x in jax.tree.leaves(pullback) if getattr(x, "shape", None) == (3, 8, 24)]
-    assert [x.dtype for x in kept] == [jnp.bfloat16] * (0 if recompute else 3)
+    assert [x.dtype for x in kept] == [dtype] * (0 if recompute else 2)
+    if not recompute:
+        backward_pass = str(jax.make_jaxpr(pullback)(draw(rng, (3, 8, 40)).astype(dtype)))
+        products = re.findall(r"jaxops_(?:matmul|gated_matmul|gated_matmul_bwd)\[", backward_pass)
+        # Of w_down's transpose, of w_gate's and w_up's, and of the three weights' gradients.
+        assert len(products) == 6
 
 
 @pytest.mark.parametrize("spec", [("a",), ("columns",), ("a", "columns"), ("k",)], ids="+".join)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,32 @@ ATTENTIONS = {
         {"dropout_rate": 0.5, "deterministic": False, "broadcast_dropout": False},
         lambda mask: {"mask": mask},
     ),
+}
+
+
+#: Attributes of a gated MLP of 8 features, and the dtype of x.
+GATED_MLPS = {
+    "defaults": ({}, "float32"),
+    "another width": ({"out_features": 5, "activation": "gelu"}, "float32"),
+    "exact gelu": ({"activation": "gelu_exact"}, "float32"),
+    "relu, recomputed": ({"activation": "relu", "recompute": True}, "float32"),
+    "bf16": ({"dtype": jnp.bfloat16}, "float32"),
+    "bf16 parameters": ({"param_dtype": jnp.bfloat16}, "bfloat16"),
+    "bf16 inputs": ({}, "bfloat16"),
+    "integers": ({}, "int32"),
+    "precision": ({"precision": "highest"}, "float32"),
+    "initialised": (
+        {"kernel_init": jax.nn.initializers.normal(0.3), "down_kernel_init": jax.nn.initializers.normal(0.1)},
+        "float32",
+    ),
+}
+
+#: What activations are in jax.nn.
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
 }
 
 

@@ -744,7 +744,7 @@ def gated_gelu_second(x, w, v):
     return (x @ v) * jax.nn.gelu(x @ w)
 
 
-@spelling((2, 3, 8), (8, 4), (8, 4), (4, 8), gated_matmul=1, dot_general=1)
+@spelling((2, 3, 8), (8, 4), (8, 4), (4, 8), gated_mlp=1)
 def gated_whole(x, w, v, down):
     return jnp.einsum("btf,fd->btd", jax.nn.silu(jnp.einsum("btd,df->btf", x, w)) * (x @ v), down)
 
@@ -752,6 +752,144 @@ def gated_whole(x, w, v, down):
 @spelling(*GATED, gated_matmul=1)
 def gated_relu(x, w, v):
     return jax.nn.relu(x @ w) * (x @ v)
+
+
+MLP = (*GATED, (4, 6))
+#: Of operands that may stand in each other's place.
+SQUARE_MLP = (SQUARE,) * 4
+
+
+def half(x, w, v):
+    return jax.nn.silu(x @ w) * (x @ v)
+
+
+@spelling(*SQUARE_MLP, gated_mlp=1)
+def gated_whole_of_squares(x, w, v, down):
+    return (jax.nn.gelu(x @ w) * (x @ v)) @ down
+
+
+@spelling((8,), (8, 4), (8, 4), (4, 6), gated_mlp=1)
+def gated_whole_of_a_vector(x, w, v, down):
+    return half(x, w, v) @ down
+
+
+@spelling(*SQUARE_MLP[:3], gated_mlp=1)
+def gated_whole_of_tied_weights(x, w, v):
+    return x + jnp.sin(half(x, w, v) @ w)
+
+
+@spelling(*MLP, (6,), gated_mlp=1)
+def gated_whole_and_bias(x, w, v, down, b):
+    """The product with w_down belongs to the MLP, not to the bias."""
+    return half(x, w, v) @ down + b
+
+
+@spelling(*MLP, gated_matmul=1, dot_general=2)
+def gated_half_for_two(x, w, v, down):
+    hidden = half(x, w, v)
+    return jnp.concatenate([hidden @ down, jnp.sin(hidden) @ down])
+
+
+@spelling(*SQUARE_MLP, gated_matmul=1, dot_general=1)
+def gated_half_from_the_left(x, w, v, down):
+    return down @ half(x, w, v)
+
+
+@spelling(*MLP, gated_matmul=1, linear_cross_entropy=1)
+def gated_half_before_a_loss(x, w, v, down):
+    """The loss takes the product."""
+    log_p = jax.nn.log_softmax(half(x, w, v) @ down)
+    return -jnp.sum(jnp.take_along_axis(log_p, jnp.arange(3)[:, None], 1))
+
+
+@deception("gated_mlp", *MLP)
+def mlp_hidden_used_elsewhere(x, w, v, down):
+    hidden = half(x, w, v)
+    return hidden @ down + jnp.max(hidden)
+
+
+@deception("gated_mlp", *MLP)
+def mlp_hidden_used_by_the_weights(x, w, v, down):
+    hidden = half(x, w, v)
+    return hidden @ (down + jnp.sum(hidden, 0)[:, None])
+
+
+@deception("gated_mlp", SQUARE, SQUARE, SQUARE)
+def mlp_hidden_squared(x, w, v):
+    hidden = half(x, w, v)
+    return hidden @ hidden
+
+
+@deception("gated_mlp", *SQUARE_MLP)
+def mlp_from_the_left(x, w, v, down):
+    return down @ half(x, w, v)
+
+
+@deception("gated_mlp", *SQUARE_MLP)
+def mlp_of_the_transposed(x, w, v, down):
+    return half(x, w, v).T @ down
+
+
+@deception("gated_mlp", *SQUARE_MLP)
+def mlp_of_transposed_weights(x, w, v, down):
+    return lax.dot_general(half(x, w, v), down, (((1,), (1,)), ((), ())))
+
+
+@deception("gated_mlp", *SQUARE_MLP)
+def mlp_over_rows(x, w, v, down):
+    return lax.dot_general(half(x, w, v), down, (((0,), (0,)), ((), ())))
+
+
+@deception("gated_mlp", *MLP[:3], (3, 4, 6))
+def mlp_of_experts(x, w, v, down):
+    return jnp.einsum("tf,tfd->td", half(x, w, v), down)
+
+
+@deception("gated_mlp", *MLP[:3], (4,))
+def mlp_of_a_vector_of_weights(x, w, v, down):
+    return half(x, w, v) @ down
+
+
+@deception("gated_mlp", *MLP)
+def mlp_scaled(x, w, v, down):
+    return (2.0 * half(x, w, v)) @ down
+
+
+@deception("gated_mlp", *MLP)
+def mlp_without_gradient(x, w, v, down):
+    return lax.stop_gradient(half(x, w, v)) @ down
+
+
+@deception("gated_mlp", *MLP)
+def mlp_rounded_between(x, w, v, down):
+    return half(x, w, v).astype(jnp.bfloat16).astype(x.dtype) @ down
+
+
+@deception("gated_mlp", *MLP)
+def mlp_in_another_precision(x, w, v, down):
+    return jnp.matmul(half(x, w, v), down, precision="high")
+
+
+@deception("gated_mlp", *MLP)
+def mlp_with_a_wider_result(*operands):
+    x, w, v, down = (y.astype(jnp.bfloat16) for y in operands)
+    return jnp.matmul(half(x, w, v), down, preferred_element_type=jnp.float32)
+
+
+@deception("gated_mlp", *MLP)
+def mlp_with_wider_weights(x, w, v, down):
+    hidden = half(*(y.astype(jnp.bfloat16) for y in (x, w, v)))
+    return lax.dot_general(hidden, down, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+@deception("gated_mlp", *MLP, (4,))
+def mlp_with_a_bias_between(x, w, v, down, b):
+    return (half(x, w, v) + b) @ down
+
+
+@deception("gated_mlp", ROWS, *MLP)
+def mlp_of_another_input(y, x, w, v, down):
+    return (jax.nn.silu(x @ w) * (y @ v)) @ down
 
 
 @deception("gated_matmul", ROWS, *GATED)

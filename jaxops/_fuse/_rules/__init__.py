@@ -32,6 +32,7 @@ RULES = (
     Rule((_losses.OP,), _losses.ANCHORS, _losses.find, _losses.is_near),
     Rule(("layer_norm", "rms_norm"), _norms.ANCHORS, _norms.find, _norms.is_near),
     Rule(("softmax", "log_softmax"), _softmaxes.ANCHORS, _softmaxes.find, _softmaxes.is_near),
+    Rule((_products.WHOLE,), _products.ANCHORS, _products.find_gated_mlp, _never_near),
     Rule((_products.GATED,), _products.ANCHORS, _products.find_gated, _never_near),
     Rule((_products.WITH_EPILOGUE,), _products.ANCHORS, _products.find_with_epilogue, _never_near),
     Rule((_products.OP,), _products.ANCHORS, _products.find, _products.is_near),

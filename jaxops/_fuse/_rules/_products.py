@@ -1,4 +1,4 @@
-"""dot_general: products that contract something; matmul and gated_matmul: products and what follows them.
+"""dot_general: products that contract something; matmul, gated_matmul, gated_mlp: products and what follows them.
 
 Where the search begins: the product. Of a product alone nothing is assumed: value and derivative are the product's.
 Products that contract nothing are multiplications, which XLA joins to what is around them, and stay; so do those with
@@ -7,7 +7,9 @@ operands in the other order.
 
 Of what follows it is assumed: nothing else reads the product, or anything between it and the end; a bias has axes of
 the second operand alone. The check on small rows decides which activation it is. A relu that is spelled as a maximum
-has another derivative at 0. Of a gated MLP both products have the same first operand, and weights [k, n].
+has another derivative at 0. Of a gated MLP both products have the same first operand, and weights [k, n]. A third
+product, of weights [n, d], completes it if its first operand is their result, which nothing else reads. All three have
+one precision, and the dtype to which all operands promote.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from jaxops.ops.matmul import general_product, why_no_kernel
 
 ANCHORS = frozenset({"dot_general"})
 
-OP, WITH_EPILOGUE, GATED = "dot_general", "matmul", "gated_matmul"
+OP, WITH_EPILOGUE, GATED, WHOLE = "dot_general", "matmul", "gated_matmul", "gated_mlp"
 
 _OPTIONS = ("dimension_numbers", "precision", "preferred_element_type")
 
@@ -193,6 +195,29 @@ def _build_with_epilogue(lhs, rhs, *leaves, numbers, precision, dtype, activatio
     rank = lhs.ndim + rhs.ndim - 2 * len(numbers[0][0]) - len(numbers[1][0])
     biases = [expanded(leaf, place, rank) for leaf, place in zip(leaves, places, strict=True)]
     return general_product(lhs, rhs, numbers, precision, dtype, bias=(biases or [None])[0], activation=activation)
+
+
+def find_gated_mlp(search: Search, node: Node) -> Match | None:
+    """What `find_gated` finds, and the product with w_down."""
+    try:
+        half = find_gated(search, node)
+    except Refusal:
+        return None  # find_gated refuses again, and says why
+    if half is None:
+        return None
+    (down, *others) = search.graph.users_of(half.out)
+    if others or down is None or down.name != "dot_general" or down in search.taken:
+        return None
+    hidden, w_down = down.inputs
+    alike = all(down.params[name] == node.params[name] for name in ("dimension_numbers", "precision"))
+    if hidden != half.out or w_down == half.out or len(w_down.shape) != 2 or not alike:
+        return None
+    dtype = jnp.result_type(*(v.dtype for v in (*half.operands, w_down)))
+    if {dtype} != {half.out.dtype, down.avals[0].dtype}:
+        return None
+    _check(down, dtype)
+    build = functools.partial(jaxops.gated_mlp, **half.build.keywords)
+    return Match(WHOLE, Value(down, 0), (*half.operands, w_down), build, [*half.nodes, down], half.note)
 
 
 def find_gated(search: Search, node: Node) -> Match | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -215,3 +216,74 @@ class DenseGeneral(nn.DenseGeneral):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Contracts the axes `axis`; the new feature axes come last."""
         return FLAX_CALLS["DenseGeneral"](self, inputs) if why_no_product(self) else dense_general(self, inputs)
+
+
+class _Kernel(nn.Module):
+    """The kernel that a dense layer of this module's name has."""
+
+    shape: tuple[int, int]
+    dtype: Any
+    kernel_init: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return self.param("kernel", self.kernel_init, self.shape, self.dtype)
+
+
+class GatedMLP(nn.Module):
+    """A gated MLP on :func:`jaxops.gated_mlp`: `down(activation(gate(x)) * up(x))`, of three dense layers without bias.
+
+    Flax has no such layer. The parameters are those of three `nn.Dense(use_bias=False)` with the names `gate`, `up` and
+    `down` inside a module, also from the same key: `gate/kernel` and `up/kernel` of shape `[k, hidden_features]`,
+    `down/kernel` of shape `[hidden_features, out_features]`. dtypes are Dense's.
+
+    Attributes:
+      hidden_features: width between the products.
+      out_features: width of the result; by default that of the inputs.
+      activation: "silu" (SwiGLU), "gelu" (the tanh form; GEGLU), "gelu_exact" (with erf) or "relu".
+      dtype: dtype of the computation; by default inputs and parameters promote.
+      param_dtype: dtype of the parameters, float32 by default.
+      precision: of the products, as in jax.numpy.matmul.
+      kernel_init: initialises the kernels. `nn.with_partitioning` and the like are respected.
+      down_kernel_init: initialises the kernel of `down`, which is split along other axes; by default `kernel_init`.
+      promote_dtype: as in `nn.Dense`; takes the inputs and all three kernels.
+      recompute: the backward pass keeps only the inputs and parameters, and computes two products again.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxops.flax import linen
+      >>> layer = linen.GatedMLP(hidden_features=16)
+      >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 4)))
+      >>> y.shape
+      (2, 4)
+      >>> jax.tree.map(jnp.shape, variables["params"])
+      {'down': {'kernel': (16, 4)}, 'gate': {'kernel': (4, 16)}, 'up': {'kernel': (4, 16)}}
+    """
+
+    hidden_features: int
+    out_features: int | None = None
+    activation: str = "silu"
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Callable[..., Any] = nn.initializers.lecun_normal()
+    down_kernel_init: Callable[..., Any] | None = None
+    promote_dtype: Callable[..., Any] = dtypes.promote_dtype
+    recompute: bool = False
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """`[..., k]` to `[..., out_features]`."""
+        arguments.gated_mlp(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        inputs = arguments.inputs("GatedMLP", inputs)
+        first = (inputs.shape[-1], self.hidden_features)
+        last = (self.hidden_features, self.out_features or inputs.shape[-1])
+        inits = (self.kernel_init, self.kernel_init, self.down_kernel_init or self.kernel_init)
+        kernels = [
+            _Kernel(shape, self.param_dtype, init, name=name)()
+            for name, shape, init in zip(("gate", "up", "down"), (first, first, last), inits, strict=True)
+        ]
+        inputs, *kernels = self.promote_dtype(inputs, *kernels, dtype=self.dtype)
+        return _functions.run_gated_mlp(
+            inputs, kernels, activation=self.activation, precision=self.precision, recompute=self.recompute
+        )

@@ -169,6 +169,8 @@ class _Interceptor:
             why = why or ("products=False" if swap.why_not is why_no_product else None)
         if swap is not None and why is None:
             report.swapped[path] = type(module).__name__
+            if swap.call is dense and not module.use_bias:
+                report._unbiased.add(path)
             if innermost:
                 attention = swap.call is _attention
                 options = {"products": self.scope.products, "report": report} if attention else {}
