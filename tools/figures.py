@@ -220,9 +220,31 @@ def attention() -> str:
     return _listed("attention", "cuDNN")
 
 
+#: The contenders of losses, as headings, by name.
+LOSSES = {
+    "XLA's best form": "best XLA",
+    "optax": "optax",
+    "jaxops": "jaxops",
+    "jaxops, in one pass": "in one pass",
+    "jaxops, linear": "without logits",
+}
+
+
 def loss() -> str:
-    """Losses beside XLA's best form."""
-    return _listed("loss", "best XLA")
+    """Losses beside XLA's best form and optax: milliseconds, and the temporary memory of the fastest of each."""
+    found = read("loss")
+    if not found:
+        return "*Not measured yet.*"
+    lines = []
+    for case in dict.fromkeys((row["shape"], row["direction"], row["dtype"]) for row in found):
+        some = {r["contender"]: r for r in found if (r["shape"], r["direction"], r["dtype"]) == case}
+        times = [f"{float(some[name]['ms']):.3g}" if name in some else "" for name in LOSSES]
+        best = some["XLA's best form"]
+        ours = min((row for name, row in some.items() if name.startswith("jaxops")), key=lambda row: float(row["ms"]))
+        memory = f"{float(ours['temporary_mib']):.0f} ({float(best['temporary_mib']):.0f})"
+        lines.append([case[0], case[1], *times, f"{float(best['ms']) / float(ours['ms']):.2f}", memory])
+    heading = ["", "ms", *LOSSES.values(), "best XLA / jaxops", "temporary MiB (best XLA)"]
+    return table(heading, lines) + "\n" + source("loss --seconds 0.1", found)
 
 
 def train() -> str:
