@@ -144,6 +144,8 @@ def draw_all() -> dict[str, bytes]:
     for path in sorted(RESULTS.glob("*.csv")):
         if path.stem in ("matmul_own", "matmul_random", "rows_random"):  # not what users get, or sizes of chance
             continue
+        if path.stem in ("loss", "mlp", "scaling", "train"):  # no rates; tables on the performance page
+            continue
         rows = read_rows(path)
         if path.stem in ("matmul", "dense_gelu"):
             rows = [row for row in rows if row["dtype"] == "bfloat16"]

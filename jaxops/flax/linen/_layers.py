@@ -233,13 +233,13 @@ class _Kernel(nn.Module):
 class GatedMLP(nn.Module):
     """A gated MLP on :func:`jaxops.gated_mlp`: `down(activation(gate(x)) * up(x))`, of three dense layers without bias.
 
-    Flax has no such layer. The parameters are those of three `nn.Dense(use_bias=False)` with the names `gate`, `up` and
+    Flax has no such layer. The parameters equal the parameters of three `nn.Dense(use_bias=False)` named `gate`, `up` and
     `down` inside a module, also from the same key: `gate/kernel` and `up/kernel` of shape `[k, hidden_features]`,
     `down/kernel` of shape `[hidden_features, out_features]`. dtypes are Dense's.
 
     Attributes:
       hidden_features: width between the products.
-      out_features: width of the result; by default that of the inputs.
+      out_features: width of the result; by default the width of the inputs.
       activation: "silu" (SwiGLU), "gelu" (the tanh form; GEGLU), "gelu_exact" (with erf) or "relu".
       dtype: dtype of the computation; by default inputs and parameters promote.
       param_dtype: dtype of the parameters, float32 by default.
