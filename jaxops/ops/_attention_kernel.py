@@ -470,7 +470,11 @@ class _Backward(_AttentionKernel):
         # Deeper heads take other kernels.
         if not all(isinstance(sizes[axis], int) for axis in "bshg"):
             return False
-        return sizes["g"] > 1 and sizes["d"] <= 128 and sizes["b"] * sizes["h"] * -(-sizes["s"] // _BLOCK_KEYS) < _FEW_BLOCKS
+        return (
+            sizes["g"] > 1
+            and sizes["d"] <= 128
+            and sizes["b"] * sizes["h"] * -(-sizes["s"] // _BLOCK_KEYS) < _FEW_BLOCKS
+        )
 
     def _workspace(self, sizes: Mapping[str, Any], lines: Any) -> Any:
         b, t, s = sizes["b"], sizes["t"], sizes["s"]

@@ -233,9 +233,9 @@ class _Kernel(nn.Module):
 class GatedMLP(nn.Module):
     """A gated MLP on :func:`jaxops.gated_mlp`: `down(activation(gate(x)) * up(x))`, of three dense layers without bias.
 
-    Flax has no such layer. The parameters equal the parameters of three `nn.Dense(use_bias=False)` named `gate`, `up` and
-    `down` inside a module, also from the same key: `gate/kernel` and `up/kernel` of shape `[k, hidden_features]`,
-    `down/kernel` of shape `[hidden_features, out_features]`. dtypes are Dense's.
+    Flax has no such layer. Three `nn.Dense(use_bias=False)` named `gate`, `up` and `down` inside a module have the same
+    parameters, also from the same key: `gate/kernel` and `up/kernel` of shape `[k, hidden_features]`, `down/kernel` of
+    shape `[hidden_features, out_features]`. dtypes are Dense's.
 
     Attributes:
       hidden_features: width between the products.
