@@ -1,8 +1,8 @@
 """Attention against cuDNN's through jax.nn: forward and backward, over lengths, depths, groups, masks, and decoding.
 
-Where jax.nn does not call cuDNN (on the CPU, or for calls that cuDNN refuses), the reference is jax.nn's plain form,
-and the label says so. Rates count the logits that are seen. All cases take two or three minutes with `--seconds 0.1`,
-most of it for compilation.
+If jax.nn does not call cuDNN (on the CPU, or for calls that cuDNN refuses), the reference is jax.nn's plain form, and
+the label says so. Rates count the logits that are seen. All cases take two or three minutes with `--seconds 0.1`,
+mostly for compilation.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxops.ops._attention_plain import Call, logits_count
 class Case:
     """A call.
 
-    kind: "causal", "full", "window" (of 1024 keys), "packed" (16 documents a row), "mask" (a causal one, from memory),
-    "bias" (of every head), "decoding" (of a full cache).
+    kind: "causal", "full", "window" (1024 keys), "packed" (16 documents a row), "mask" (a causal one, from memory),
+    "bias" (for every head), "decoding" (from a full cache).
     """
 
     batch: int
@@ -80,7 +80,7 @@ class Case:
 
 
 def ours(case: Case) -> Callable[..., jax.Array]:
-    """jaxops' attention of the case's operands."""
+    """jaxops' attention on the case's operands."""
     name = {"packed": "query_segment_ids", "mask": "mask", "bias": "bias"}.get(case.kind)
 
     def run(query, key, value, *more):
@@ -108,7 +108,7 @@ def reference(case: Case, implementation: str) -> Callable[..., jax.Array]:
 def _takes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
     try:
         jax.eval_shape(lambda *xs: jax.vjp(function, *xs[:3], *xs[3:])[0], *arguments)
-    except Exception:  # of many types: shapes, dtypes, devices and versions of cuDNN
+    except Exception:  # many types: shapes, dtypes, devices and cuDNN versions
         return False
     return True
 
@@ -139,7 +139,7 @@ def _copy(case: Case, dtype: str) -> harness.Calls:
 
 
 def tasks(case: Case, dtype: str) -> Iterator[harness.Task]:
-    """Both directions; of decoding one."""
+    """Both directions; for decoding one."""
     draw = harness.drawing(functools.partial(case.operands, dtype))
     arguments = jax.eval_shape(draw, 0)
     theirs, label = reference(case, "cudnn"), str(case)

@@ -1,4 +1,4 @@
-"""Where the microseconds of a training step go: kernels by kind and source line, gaps between them, and the floor."""
+"""Where a training step's microseconds go: kernels by kind and source line, gaps between them, and the floor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks import harness, models
 
 STEPS = 4
 
-#: Kinds of kernels, by the first expression that is found in a kernel's name.
+#: Kernel kinds, by the first expression that is found in a kernel's name.
 KINDS = {
     "attention": r"(?i)attention|flash|sdpa|fmha|cudnn_generated",
     "loss": r"(?i)cross_?entropy",
@@ -42,14 +42,14 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass
 class Budget:
-    """A step: microseconds by the wall clock; the runs of its kernels; the HLO that tells where they come from."""
+    """A step: microseconds by the wall clock; its kernels' runs; the HLO that tells where they come from."""
 
     wall: float
     events: list[Event]
     hlo: str
 
     def kinds(self) -> dict[str, list[Event]]:
-        """The events of each kind."""
+        """Each kind's events."""
         found: dict[str, list[Event]] = {kind: [] for kind in KINDS}
         for event in self.events:
             found[next(kind for kind, pattern in KINDS.items() if re.search(pattern, event.name))].append(event)
@@ -76,7 +76,7 @@ class Budget:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """The kernels in a profile, of the first GPU."""
+    """The first GPU's kernels in a profile."""
     (path,) = folder.rglob("*.xplane.pb")
     data = jax.profiler.ProfileData.from_file(str(path))
     planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU:0")]
@@ -90,7 +90,7 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def profile(case: models.Case, name: str) -> Budget:
-    """Runs some steps of a contender, first timed, then profiled."""
+    """Runs some steps with a contender, first timed, then profiled."""
     module = case.contender(name)
     batch = module.batch(jax.random.key(1))
     parameters = models.draw_parameters(module, batch)
@@ -115,7 +115,7 @@ def profile(case: models.Case, name: str) -> Budget:
 
 
 def floors(case: models.Case, flops: float, bytes_: float) -> dict[str, float]:
-    """The least microseconds of each kind at these rates, in flops and bytes a second.
+    """The least microseconds for each kind at these rates, in flops and bytes a second.
 
     Products: 6 flops a token for each number in a kernel. Attention: the two products forward, five backward, half of
     them if causal. Norms: x read and written, forward; x and two gradients, backward. Elementwise: AdamW reads four
@@ -141,7 +141,7 @@ def floors(case: models.Case, flops: float, bytes_: float) -> dict[str, float]:
 
 
 def ceilings() -> tuple[float, float]:
-    """Flops and bytes a second of XLA's product of 8192 cubed and of its copy of 1 GiB, measured here."""
+    """Flops and bytes a second in XLA's product of 8192 cubed and in its copy of 1 GiB, measured here."""
     x = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
     big = jax.random.normal(jax.random.key(0), (2**28,), jnp.float32)
     clock = harness.WallClock()

@@ -1,4 +1,4 @@
-"""The cost of one small call inside jit: wall time of a jitted chain of dependent calls, by the number of its calls."""
+"""The cost of one small call inside jit: a jitted chain's wall time, by the number of dependent calls in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "afte
 
 
 def chain(step: Callable[[jax.Array], jax.Array], length: int) -> Callable[[jax.Array], jax.Array]:
-    """`length` calls, each on the result of the one before."""
+    """`length` calls, each on the result before."""
 
     def run(x):
         for _ in range(length):
@@ -83,7 +83,7 @@ def contenders() -> dict[str, Contender]:
 
 
 def kernels(hlo: str) -> int:
-    """How many kernels and handlers a compiled program launches, from its text: instructions outside of fusions.
+    """How many kernels and handlers a compiled program launches, from its text: instructions outside fusions.
 
     A loop's body counts once.
     """

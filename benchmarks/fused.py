@@ -1,7 +1,7 @@
-"""A training step of a model in plain JAX, as it is and under `jaxops.fuse`: `python -m benchmarks fuse`.
+"""A model's training step in plain JAX, as it is and under `jaxops.fuse`: `python -m benchmarks fuse`.
 
-The model is a Llama in the spelling of transformers' Flax code: RMSNorm by a power and a root, attention by einsums
-with a causal mask that is added, a gated MLP of three products, a head that is tied to nothing, optax's loss.
+The model is a Llama, spelled as in transformers' Flax code: RMSNorm by a power and a root, attention by einsums with a
+causal mask that is added, a gated MLP with three products, a head that is tied to nothing, optax's loss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import harness, train
 
 @dataclasses.dataclass(frozen=True)
 class Llama:
-    """Sizes, and the model as functions of its parameters."""
+    """Sizes, and the model as functions on its parameters."""
 
     sequences: int
     tokens: int
@@ -39,7 +39,7 @@ class Llama:
         return f"Llama: {self.layers} layers, width {self.width}, {self.sequences} x {self.tokens} tokens"
 
     def parameters(self, key: jax.Array) -> dict[str, Any]:
-        """Random matrices, and norms of ones."""
+        """Random matrices, and norms with scale 1."""
         shapes = {
             **dict.fromkeys(("q", "k", "v", "o"), (self.width, self.width)),
             **dict.fromkeys(("gate", "up"), (self.width, self.hidden)),
@@ -85,7 +85,7 @@ class Llama:
         return jnp.einsum("...hqk,...khd->...qhd", weights, v).reshape(x.shape) @ p["o"]
 
     def loss(self, parameters, tokens):
-        """The mean loss of each token's successor."""
+        """The mean loss for each token's successor."""
         x = parameters["embed"][tokens]
         for p in parameters["layers"]:
             x = x + self._attention(p, self._norm(p["first"], x))

@@ -1,4 +1,5 @@
-"""What the benchmarks share: operands, device time, alternating measurements, the results as CSV and as a table."""
+"""The parts that the benchmarks share: operands, device time, alternating measurements, the results as CSV and as a
+table."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from rich.console import Console
 
 import jaxops
 
-#: Operands on a GPU are rotated over copies of this size together: more than twice any GPU's L2 cache up to now.
+#: Operands on a GPU rotate over copies that fill this size together: more than twice any GPU's L2 cache up to now.
 FOOTPRINT = 128 << 20
 
 #: Relative errors ||ours - reference|| / ||reference|| above these are wrong results, not rounding: four units in the
-#: last place of the 16-bit dtypes; for f32, less than the 3e-4 of operands rounded to TF32, and for such products
-#: ("tf32") four units of TF32.
+#: last place of the 16-bit dtypes; for f32, less than the 3e-4 from operands rounded to TF32, and for such products
+#: ("tf32") four TF32 units.
 TOLERANCES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-4, "float8_e4m3fn": 3e-2, "tf32": 4e-3}
 
 
@@ -49,7 +50,7 @@ def drawing(operands: Callable[[Generator], tuple]) -> Callable[[int], tuple]:
 
 
 class Calls:
-    """Calls of one function on sets of operands in turn, enqueued together and timed together.
+    """Calls that run one function on several operand sets in turn, enqueued together and timed together.
 
     Has the methods of `jax.stages.Wrapped`, so that JAX's profiler runs it as it is.
     """
@@ -81,7 +82,7 @@ class WallClock:
     """Seconds a call by the host's clock, over calls enqueued back to back."""
 
     name = "wall clock"
-    enough = 10e-3  # a round: long beside the dispatch of its first call and the wait for its last
+    enough = 10e-3  # a round: long compared with its first call's dispatch and the wait for its last
 
     def __call__(self, calls: Calls) -> float:
         """Runs the calls; seconds a call."""
@@ -93,14 +94,14 @@ class WallClock:
 class LatencyClock:
     """Seconds a call by the host's clock, each call awaited before the next, as in a loop that uses its results.
 
-    Chains of calls enqueued back to back give other ratios.
+    Calls enqueued back to back give other ratios.
     """
 
     name = "wall clock, one call at a time"
     enough = 10e-3
 
     def __call__(self, calls: Calls) -> float:
-        """Runs the calls; the median of their times."""
+        """Runs the calls; the median time."""
         times = []
         for operands in itertools.islice(itertools.cycle(calls.operand_sets), calls.count):
             start = time.perf_counter()
@@ -121,7 +122,7 @@ class KernelClock:
         self._profiler = profiler.Cupti(finalize=False)
 
     def __call__(self, calls: Calls) -> float:
-        """Runs the calls, twice; seconds a call of the second time."""
+        """Runs the calls, twice; seconds a call in the second run."""
         milliseconds = self._profiler.measure(calls)()[1]
         if milliseconds is None:
             raise RuntimeError("CUPTI saw no kernels")
@@ -138,16 +139,16 @@ def find_clock() -> tuple[Clock, str]:
     try:
         clock = KernelClock()
         clock(Calls(jax.jit(jnp.negative), [(jnp.ones(1024),)]))
-    except Exception as error:  # whatever keeps CUPTI away: no bindings, no permission, another subscriber
+    except Exception as error:  # any reason without CUPTI: no bindings, no permission, another subscriber
         return WallClock(), f"wall clock over many enqueued calls, launch gaps included (no CUPTI: {error})"
     return clock, "time inside kernels, by CUPTI"
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc's malloc keep what is freed, for measurements on the CPU.
+    """Makes glibc's malloc keep freed memory, for measurements on the CPU.
 
-    Else it returns large buffers to the system now and then, and a result's page faults, which take several times as
-    long as writing it, come into the time of some calls and not of others.
+    Else it returns large buffers to the system now and then, and some calls' times, not others', include a result's
+    page faults, which take several times as long as writing it.
     """
     arena_max, mmap_max, trim_threshold = -8, -4, -1  # mallopt's parameters: one heap, never map, never trim
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
@@ -157,7 +158,7 @@ def keep_freed_memory() -> None:
 
 
 def compile_options() -> dict[str, int]:
-    """Options for functions that are timed: no command buffers, whose concurrent kernels would be counted twice."""
+    """Options for timed functions: no command buffers, whose concurrent kernels would be counted twice."""
     return {"xla_gpu_graph_min_graph_size": 1 << 30} if jax.default_backend() == "gpu" else {}
 
 
@@ -167,9 +168,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def alternate(clock: Clock, contenders: dict[str, Calls], seconds: float, rounds: int) -> dict[str, float]:
-    """Seconds a call of each contender: medians over rounds in which each runs once, in alternating order.
+    """Seconds a call for each contender: medians over rounds in which each runs once, in alternating order.
 
-    Takes about `seconds` for all of them together, and at least `rounds` rounds.
+    Takes about `seconds` for all contenders together, and at least `rounds` rounds.
     """
     for calls in contenders.values():
         jax.block_until_ready(calls())  # compile, load, touch
@@ -189,7 +190,7 @@ def alternate(clock: Clock, contenders: dict[str, Calls], seconds: float, rounds
 
 
 def copies(operands: tuple) -> int:
-    """How many sets of such operands it takes to keep a GPU from finding them in its L2 cache."""
+    """How many sets of such operands keep a GPU from finding them in its L2 cache."""
     size = sum(x.nbytes for x in operands)
     if jax.default_backend() != "gpu" or size >= FOOTPRINT:
         return 1
@@ -200,9 +201,9 @@ def copies(operands: tuple) -> int:
 class Task:
     """One measurement: an op in one direction on one shape.
 
-    draw: from a seed to the op's operands. work: the direction's bytes or floating-point operations a
-    call. ceiling: the rate that the device reaches at best, in `unit`; or a function and its operands that do the same
-    amount of work at that rate, to be timed beside the op.
+    draw: from a seed to the op's operands. work: the direction's bytes or floating-point operations per call. ceiling:
+    the rate that the device reaches at best, in `unit`; or a function and its operands that do as much work at that
+    rate, timed beside the op.
     """
 
     op: str
@@ -219,11 +220,11 @@ class Task:
 
     @property
     def label(self) -> str:
-        """What the progress bar shows and `--only` looks at."""
+        """The label that the progress bar shows and `--only` searches."""
         return f"{self.op} {self.direction} {self.dtype} {self.shape}"
 
     def calls(self, function: Callable[..., jax.Array]) -> Calls:
-        """The calls that are timed: of the function, or of its pullback for every operand on residuals."""
+        """The timed calls: the function, or its pullback to every operand on residuals."""
         first = self.draw(0)
         seeds = range(1, copies(first))
         if self.direction == "forward":
@@ -251,7 +252,7 @@ class Task:
 @jax.jit
 def _relative_error(ours, reference):
     ours, reference = (jnp.ravel(x).astype(jnp.float32) for x in (ours, reference))
-    difference = jnp.where(ours == reference, 0, ours - reference)  # 0 also of infinities
+    difference = jnp.where(ours == reference, 0, ours - reference)  # 0 also for infinities
     size = jnp.linalg.norm(jnp.where(jnp.isfinite(reference), reference, 0))
     return jnp.linalg.norm(difference) / jnp.maximum(size, jnp.finfo(jnp.float32).tiny)
 
@@ -291,13 +292,13 @@ class Row:
 
     @classmethod
     def of(cls, **measured: Any) -> Row:
-        """A row of now, here."""
+        """A row for this device, now."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(now, jaxops.__version__, jax.__version__, device_name(), **measured)
 
 
 def record(path: Path, row: Any) -> None:
-    """Writes a row, a dataclass, into a CSV file, in place of an earlier row of the same measurement.
+    """Writes a row, a dataclass, into a CSV file, replacing an earlier row for the same measurement.
 
     The fields that `row.KEY` names tell measurements apart.
     """
@@ -317,7 +318,7 @@ def record(path: Path, row: Any) -> None:
 
 
 def backend() -> str:
-    """ "cpu", or "gpu" for any accelerator: the keys of the tables of shapes."""
+    """ "cpu", or "gpu" for any accelerator: the keys of the shape tables."""
     return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 
@@ -379,10 +380,10 @@ def measure(task: Task, clock: Clock, seconds: float, rounds: int) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The options of the command line.
+    """The command line's options.
 
-    seconds: spent timing each measurement, not counting compilation. only: an expression to be found in a measurement's
-    label. seed: of random numbers. labels: of the measurements selected so far.
+    seconds: spent timing each measurement, not counting compilation. only: an expression that a measurement's label
+    must contain. seed: for random numbers. labels: the measurements selected so far.
     """
 
     dtypes: tuple[str, ...]
@@ -396,7 +397,7 @@ class Settings:
 
     @property
     def rounds(self) -> int:
-        """The fewest rounds of a measurement."""
+        """A measurement's fewest rounds."""
         return 3 if self.quick else 7
 
     def select(self, items: Iterable[Any], label: Callable[[Any], str]) -> list[Any]:
@@ -429,7 +430,7 @@ def run(title: str, tasks: Sequence[Task], clock: Clock, settings: Settings) -> 
         for task in settings.bar(tasks, lambda task: task.label):
             try:
                 row = measure(task, clock, settings.seconds, settings.rounds)
-            except (RuntimeError, ArithmeticError) as error:  # of XLA and the device; of `check`
+            except (RuntimeError, ArithmeticError) as error:  # from XLA and the device; from `check`
                 failures.append((task, error))
                 continue
             record(settings.results / f"{row.op}.csv", row)

@@ -1,7 +1,7 @@
-"""Losses: of logits, and from hidden states, beside optax and the best form of XLA, with the memory each takes.
+"""Losses from logits, and from hidden states, beside optax and XLA's best form, with the memory each takes.
 
-XLA's best form is logsumexp in f32 minus a masked sum: it writes neither f32 logits nor a one-hot array. Memory is what
-the compiled program allocates besides its operands and results.
+XLA's best form is logsumexp in f32 minus a masked sum: it writes neither f32 logits nor a one-hot array. Memory is the
+compiled program's allocation besides its operands and results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 import jaxops
 from benchmarks import harness
 
-#: [tokens, vocabulary] of a loss of logits, and [tokens, width, vocabulary] of one from hidden states.
+#: [tokens, vocabulary] for a loss from logits, and [tokens, width, vocabulary] for one from hidden states.
 LOGITS = (
     *((8192, 50304), (8192, 50257), (8192, 128256), (4096, 151936)),
     *((1 << 20, 256), (1 << 18, 1000), (1 << 17, 4096)),
@@ -31,7 +31,7 @@ SMALL_LOGITS, SMALL_HIDDEN = ((64, 1000), (7, 4097)), ((256, 32, 512),)
 
 @dataclasses.dataclass
 class Row:
-    """One row of benchmarks/results/loss.csv; times in ms, of one call."""
+    """One row in benchmarks/results/loss.csv; a call's times, in ms."""
 
     KEY: ClassVar = ("device", "shape", "direction", "contender", "dtype")
 
@@ -73,7 +73,7 @@ class Case:
         return x, (generator.standard_normal((width, columns)) / width**0.5).astype(self.dtype), labels
 
     def contenders(self) -> dict[str, Callable[..., Any]]:
-        """Functions of the operands: the mean loss, or that and the gradients."""
+        """Functions on the operands: the mean loss, or the loss and the gradients."""
         losses = {
             "XLA's best form": best_form,
             "optax": optax.softmax_cross_entropy_with_integer_labels,
@@ -158,7 +158,7 @@ def run(clock: harness.Clock, settings: harness.Settings) -> bool:
     for case in settings.bar(settings.select(cases(settings), str), str):
         try:
             rows = list(measure(case, clock, settings))
-        except (RuntimeError, ArithmeticError) as error:  # of XLA and the device; of the losses
+        except (RuntimeError, ArithmeticError) as error:  # from XLA and the device; from the losses
             settings.console.print(f"{case} FAILED: {str(error).splitlines()[0]}", style="red", markup=False)
             succeeded = False
             continue

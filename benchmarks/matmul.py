@@ -1,9 +1,9 @@
 """matmul: floating-point operations a second, beside the best that XLA reaches on a square product in the same run.
 
 "float32" is compared in full precision, "tf32" is f32 in JAX's default precision: TF32 on a GPU, another product. All
-others are compared in the default precision, too: XLA may leave some of its kernels out where another is asked for.
-matmul_own is matmul on jaxops' own kernels also where the choice is XLA's dot for being faster; the choice rests on it.
-matmul_random is matmul, as a user gets it, of sizes drawn at random.
+others are compared in the default precision, too: XLA may leave some kernels out if another precision is asked for.
+matmul_own is matmul on jaxops' own kernels, even if the choice is XLA's faster dot; the choice rests on it.
+matmul_random is matmul, as a user gets it, with sizes drawn at random.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of the product; each of the two gradients takes as many."""
+        """The product's floating-point operations; each gradient takes as many."""
         return 2 * self.m * self.n * self.k * max(self.batch, 1)
 
 
@@ -67,7 +67,7 @@ LANGUAGE_MODELS = [
 ]
 SKINNY = [Case(m, n, 4096) for n in (4096, 28672) for m in (1, 8, 16, 32, 64, 128)]
 UNALIGNED = [Case(4095, 4097, 4093), Case(1000, 1000, 1000), Case(127, 129, 131), Case(4096, 4096, 100)]
-#: Rows that are aligned to 16 bytes but lie across lines of the L2 cache.
+#: Rows that are aligned to 16 bytes but lie across L2 cache lines.
 ACROSS_LINES = [Case(4096, 4096, 4104), Case(8192, 1000, 2048), Case(4096, 1000, 1000)]
 BATCHED = [Case(1024, 128, 1024, batch=128), Case(1024, 1024, 128, batch=128), Case(256, 256, 64, batch=256)]
 LAYOUTS = [
@@ -100,8 +100,8 @@ CASES = {
         Case(512, 512, 512, op="dense_gelu"),
     ],
 }
-#: What else the choice for few rows, for small products, and for rows that lie across lines of the cache or are not
-#: aligned rests on.
+#: More measurements behind the choice, for few rows, for small products, and for rows that lie across cache lines or
+#: are not aligned.
 WEIGHTS = "1024x4096 2048x2048 4096x1024 4096x8192 5120x5120 6144x4096 8192x4096 14336x4096"
 FEW_ROWS = [
     f"{m}x{weight}{layout}"
@@ -162,12 +162,12 @@ QUICK = {"gpu": [*_squares(1024), Case(127, 129, 131)], "cpu": [*_squares(128), 
 CEILINGS = {"gpu": _squares(4096, 8192), "cpu": _squares(512, 1024)}
 QUICK_CEILINGS = {"gpu": _squares(4096), "cpu": _squares(256)}
 
-#: Full f32 runs at a sixteenth of bf16's rate on a GPU: larger products than these operations say nothing new.
+#: Full f32 runs at a sixteenth of bf16's rate on a GPU: products with more operations say nothing new.
 F32_OPERATIONS = 2e12
 
 
 def operand_dtype(dtype: str) -> str:
-    """The dtype of the operands in memory."""
+    """The operands' dtype in memory."""
     return "float32" if dtype == "tf32" else dtype
 
 
@@ -195,7 +195,7 @@ def operands(case: Case, dtype: str, rng: harness.Generator) -> tuple[jax.Array,
 
 
 def functions(case: Case, dtype: str) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """jaxops's product and XLA's; bf16 results of 8-bit operands, with fast sums, as is XLA's default."""
+    """jaxops's product and XLA's; bf16 results from 8-bit operands, with fast sums, which are XLA's default."""
     eight_bits = dtype.startswith("float8")
     if case.layout == "NN" and not eight_bits:
         comparison = COMPARISONS[case.op]
@@ -229,7 +229,7 @@ def ceiling(dtype: str, clock: harness.Clock, settings: harness.Settings) -> flo
 
 
 def tasks(measured: Sequence[Case], dtype: str, ceiling: float) -> list[harness.Task]:
-    """The measurements of a dtype. Gradients of plain products only, because other gradients are such products too.
+    """A dtype's measurements. Gradients only for plain products, because other gradients are such products too.
 
     The timed kernel is the kernel that users get, which can be XLA's own.
     """
@@ -257,9 +257,9 @@ def tasks(measured: Sequence[Case], dtype: str, ceiling: float) -> list[harness.
 
 
 def random_cases(seed: int, count: int, most: float) -> list[Case]:
-    """Products of 1e7 to `most` operations: sizes from 16 to 8192, small ones as often as large ones.
+    """Products with 1e7 to `most` operations: sizes from 16 to 8192, small ones as often as large ones.
 
-    A quarter of the products have multiples of 64, half have multiples of 8, the others any size.
+    A quarter have sizes that are multiples of 64, half multiples of 8, the others any size.
     """
     rng = np.random.default_rng(seed)
     found: dict[Case, None] = {}
@@ -297,7 +297,7 @@ def run(clock: harness.Clock, settings: harness.Settings) -> bool:
 
 
 def run_random(clock: harness.Clock, settings: harness.Settings) -> bool:
-    """The same for products drawn at random, forward alone."""
+    """Measures products drawn at random in the same way, only forward."""
     most = 4e11 if harness.backend() == "gpu" and not settings.quick else 1e9
     products = random_cases(settings.seed, 3 if settings.quick else 64, most)
     return _measure("matmul_random", lambda _: products, {"forward"}, clock, settings)
@@ -312,7 +312,7 @@ def run_own(clock: harness.Clock, settings: harness.Settings) -> bool:
     def own(dtype):
         return cases(dtype, settings.quick) if settings.quick or dtype.startswith("float8") else OWN
 
-    jax.clear_caches()  # of products lowered by the choice
+    jax.clear_caches()  # for products lowered by the choice
     try:
         with mock.patch.object(choices, "slower_than_xla", return_value=None):
             return _measure("matmul_own", own, {"forward"}, clock, settings)

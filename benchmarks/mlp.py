@@ -1,7 +1,7 @@
 """Gated MLPs, forward and with their gradients: plain JAX, jaxops' products, and jaxops' kernels for both products.
 
 "XLA" is plain JAX. "jaxops, products" multiplies by jaxops.matmul; the backward pass keeps both products and computes
-the activation again. "gated_matmul" has the first half in one call, "gated_mlp" all of it.
+the activation again. "gated_matmul" has the first half in one call, "gated_mlp" the whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALL = ((256, 64, 160),)
 
 @dataclasses.dataclass
 class Row:
-    """One row of benchmarks/results/mlp.csv; times in ms, of one call."""
+    """One row in benchmarks/results/mlp.csv; a call's times, in ms."""
 
     KEY: ClassVar = ("device", "shape", "activation", "direction", "contender", "dtype")
 
@@ -47,7 +47,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An MLP; direction: "forward", or with the gradients of all operands."""
+    """An MLP; direction: "forward", or with all operands' gradients."""
 
     tokens: int
     width: int
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of the products."""
+        """The products' floating-point operations."""
         return 6 * self.tokens * self.width * self.inner * (1 if self.direction == "forward" else 3)
 
     def operands(self, generator: harness.Generator) -> tuple[jax.Array, ...]:
@@ -73,7 +73,7 @@ class Case:
         return tuple(a.astype(self.dtype) for a in (x, *weights, cotangent))
 
     def contenders(self) -> dict[str, Callable[..., Any]]:
-        """Functions of the operands."""
+        """Functions on the operands."""
         act = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[self.activation]
 
         def products(x, w_gate, w_up, w_down):
@@ -114,7 +114,7 @@ def cases(settings: harness.Settings) -> Iterator[Case]:
 
 @jax.jit
 def _distance(got, wanted):
-    """The difference's share of the norm."""
+    """The difference relative to the norm."""
     got, wanted = (jnp.ravel(x).astype(jnp.float32) for x in (got, wanted))
     return jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted)
 
@@ -163,7 +163,7 @@ def run(clock: harness.Clock, settings: harness.Settings) -> bool:
     for case in settings.bar(settings.select(cases(settings), str), str):
         try:
             rows = list(measure(case, clock, settings))
-        except (RuntimeError, ArithmeticError) as error:  # of XLA and the device; of the results
+        except (RuntimeError, ArithmeticError) as error:  # from XLA and the device; from the results
             settings.console.print(f"{case} FAILED: {str(error).splitlines()[0]}", style="red", markup=False)
             succeeded = False
             continue

@@ -24,10 +24,10 @@ Attention = Callable[..., jax.Array]
 class Parts(NamedTuple):
     """How one contender computes a part of a model.
 
-    attention: of query, key, value `[batch, tokens, heads, depth]`, `causal`, and the `lengths` of padded sequences or
-    None; if None, Flax's own attention, and jax.nn's where heads share keys. fused: the blocks are written with jaxops'
-    layers. token_loss: of hidden states, the kernel `[width, vocabulary]`, labels, and which tokens count (None: all),
-    the mean loss. class_loss: of logits and labels, the losses.
+    attention: takes query, key, value `[batch, tokens, heads, depth]`, `causal`, and the `lengths` of padded sequences
+    or None; if it is None, Flax's own attention, and jax.nn's if heads share keys. fused: the blocks are written with
+    jaxops' layers. token_loss: from hidden states, the kernel `[width, vocabulary]`, labels, and which tokens count
+    (None: all), the mean loss. class_loss: from logits and labels, the losses.
     """
 
     attention: Attention | None
@@ -83,7 +83,7 @@ def _our_token_loss(hidden, kernel, labels, seen):
 
 
 _OURS = Parts(_our_attention, False, _our_token_loss, jaxops.softmax_cross_entropy_with_integer_labels)
-#: By name; every ratio is to "best XLA". The model of "swapped" is plain Flax's, swapped by one call.
+#: By name; every ratio is to "best XLA". "swapped" is the plain Flax model, swapped by one call.
 CONTENDERS = {
     "plain Flax": Parts(None, False, _of_logits(_optax_loss), _optax_loss),
     "best XLA": Parts(_cudnn_attention, False, _of_logits(_best_loss), _best_loss),
@@ -94,7 +94,7 @@ BASELINE = "best XLA"
 
 
 class Kernel(nn.Module):
-    """The parameter `kernel` of a linear layer that the loss multiplies by."""
+    """The parameter `kernel` of the linear layer whose product the loss computes."""
 
     shape: tuple[int, int]
 
@@ -113,7 +113,7 @@ class EncoderBlock(nn.Module):
     after: bool = False
 
     def _attention(self, layers: Any, lengths: jax.Array | None) -> Callable[[jax.Array], jax.Array]:
-        """Self-attention of `[batch, tokens, width]`."""
+        """Self-attention on `[batch, tokens, width]`."""
         function = self.parts.attention
         if function is None:
             attend = layers.MultiHeadDotProductAttention(self.heads, dtype=BF16, name="attention")
@@ -163,7 +163,7 @@ class EncoderBlock(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A model and its batch. features: of a head."""
+    """A model and its batch. features: a head's size."""
 
     layers: int
     width: int
@@ -223,12 +223,12 @@ class Gpt(nn.Module):
         return {"tokens": jax.random.randint(key, shape, 0, self.size.vocabulary)}
 
     def example(self, batch: dict[str, jax.Array]) -> tuple:
-        """The arguments of `init`."""
+        """The arguments for `init`."""
         return (batch["tokens"][:, :-1],)
 
 
 class Bert(Gpt):
-    """An encoder of padded sentences as BERT's, with a loss on all tokens that are there."""
+    """An encoder for padded sentences, as BERT's, with a loss on all tokens that are not padding."""
 
     @nn.compact
     def __call__(self, tokens: jax.Array, lengths: jax.Array):
@@ -253,12 +253,12 @@ class Bert(Gpt):
         return {"tokens": tokens, "labels": labels, "lengths": lengths}
 
     def example(self, batch: dict[str, jax.Array]) -> tuple:
-        """The arguments of `init`."""
+        """The arguments for `init`."""
         return batch["tokens"], batch["lengths"]
 
 
 class Vit(Gpt):
-    """A classifier of images as ViT-B/16: `length` patches of 768 numbers, and a class token."""
+    """An image classifier as ViT-B/16: `length` patches with 768 numbers each, and a class token."""
 
     @nn.compact
     def __call__(self, patches: jax.Array):
@@ -289,12 +289,12 @@ class Vit(Gpt):
         }
 
     def example(self, batch: dict[str, jax.Array]) -> tuple:
-        """The arguments of `init`."""
+        """The arguments for `init`."""
         return (batch["patches"],)
 
 
 def _rotate(x: jax.Array) -> jax.Array:
-    """Rotary embedding of `[batch, tokens, heads, depth]`, halves rotated, computed in f32."""
+    """Rotary embedding for `[batch, tokens, heads, depth]`, halves rotated, computed in f32."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
     cos, sin = (f(angles)[:, None, :] for f in (jnp.cos, jnp.sin))
@@ -304,7 +304,7 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaSize(Size):
-    """key_heads: a quarter of the queries'. inner: the width of the gated perceptron."""
+    """key_heads: a quarter of the queries'. inner: the gated perceptron's width."""
 
     tied: bool = False
 
@@ -394,7 +394,7 @@ class Case(NamedTuple):
         return self.size.label if name in ("Gpt", "Llama") else f"{name}: {self.size.label}"
 
     def contender(self, name: str) -> Any:
-        """The module, whose `loss` is that contender's."""
+        """The module, with that contender's `loss`."""
         parts = CONTENDERS[name]
         module = self.model(self.size, parts)
         if name != "swapped":
@@ -436,7 +436,7 @@ def draw_parameters(module: nn.Module, batch: dict[str, jax.Array]) -> Any:
 
 
 def make_step(module: Any) -> Callable[..., Any]:
-    """A jitted step of AdamW (rate 3e-4, decay 0.1).
+    """A jitted AdamW step (rate 3e-4, decay 0.1).
 
     (parameters, first moments, second moments, step), batch -> the same, the loss.
     """

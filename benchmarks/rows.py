@@ -1,7 +1,7 @@
-"""softmax, log_softmax, layer_norm and rms_norm: bytes a second, beside the ceiling of XLA's elementwise kernels.
+"""softmax, log_softmax, layer_norm and rms_norm: bytes a second, beside the ceiling that XLA's elementwise kernels set.
 
 Effective bytes are the fewest that an op must move: forward reads x and writes y, 2 N; backward reads two tensors and
-writes one, 3 N; `Form` says what its options add or spare. The ceilings move as many: -x over f32 words (1 read :
+writes one, 3 N; `Form` tells how many its options add or spare. The ceilings move as many: -x over f32 words (1 read :
 1 write) and x + y (2 reads : 1 write).
 """
 
@@ -38,7 +38,7 @@ QUICK_SIZES = {"gpu": 16 << 20, "cpu": 1 << 20}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """x's shape and the axis of the reduction."""
+    """x's shape and the reduction's axis."""
 
     shape: tuple[int, ...]
     axis: int = -1
@@ -59,7 +59,7 @@ AXIS_CASES = {
 }
 
 
-#: Few rows, as of inference.
+#: Few rows, as in inference.
 FEW_ROWS = {
     "gpu": tuple(Case((rows, columns)) for columns in (347, 1024, 4096, 8192) for rows in (8, 64, 256)),
     "cpu": (),
@@ -70,9 +70,9 @@ FEW_ROWS = {
 class Form:
     """An op with options.
 
-    operands: from a generator and a dtype. differentiable: how many of them, from the first, have gradients; None: all.
-    tensors: the tensors read and written, forward and backward, in sizes of the first operand; broadcast operands do
-    not count. narrow: only for 16-bit operands.
+    operands: from a generator and a dtype. differentiable: how many operands, from the first, have gradients; None:
+    all. tensors: the tensors read and written, forward and backward, counted in the first operand's size; broadcast
+    operands do not count. narrow: only for 16-bit operands.
     """
 
     op: str
@@ -99,7 +99,7 @@ def _scores(rng, dtype, number=0):
 
 
 def _padding(rng, number=0):
-    """Which keys of each batch element are there: about 7 in 8."""
+    """Which keys each batch element has: about 7 in 8."""
     batch, _, _, keys = _shapes()[number]
     return rng.standard_normal((batch, 1, 1, keys)) < 1.15
 
@@ -146,7 +146,7 @@ def _widening_form(op):
 
 
 def _masked_forms(number):
-    """Causal, and with a mask of keys; number: of the shape."""
+    """Causal, and with a mask on keys; number: the shape's."""
     causal = Form(
         "softmax",
         "scale causal",
@@ -169,7 +169,7 @@ def _masked_forms(number):
 
 
 def forms() -> tuple[Form, ...]:
-    """Those for the device at hand."""
+    """The forms for the device at hand."""
     return (*itertools.chain.from_iterable(map(_masked_forms, range(len(_shapes())))), *FORMS)
 
 
@@ -201,16 +201,16 @@ def cases(op: str, dtype: str, quick: bool) -> list[Case]:
 
 @functools.lru_cache(maxsize=1)
 def _words(count):
-    """Sets of two operands of `count` f32 words."""
+    """Sets with two operands of `count` f32 words each."""
     draw = harness.drawing(lambda rng: (rng.standard_normal((count,)), rng.standard_normal((count,))))
     first = draw(0)
     return [first, *(draw(seed) for seed in range(1, harness.copies(first[:1])))]
 
 
 def ceiling(size: int, direction: str) -> harness.Calls:
-    """An elementwise XLA kernel that reads one tensor (forward) or two (backward) of `size` bytes and writes one.
+    """An elementwise XLA kernel that reads one `size`-byte tensor (forward) or two (backward) and writes one.
 
-    Rounded down to whole vectors: XLA's kernels are slow on odd numbers of elements.
+    Rounded down to whole vectors: XLA's kernels are slow on odd element counts.
     """
     words = max(size // 4 // 1024 * 1024, 1)
     if direction == "backward":

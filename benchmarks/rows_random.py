@@ -15,7 +15,7 @@ from support.ops import COMPARISONS, parameter_dtype
 import jaxops
 from benchmarks import harness, rows
 
-#: What may come with each op, at most one of them at a time; "to float32" is for operands of 16 bits.
+#: The options of each op, at most one at a time; "to float32" is for 16-bit operands.
 OPTIONS = {
     name: {"logits": ("where", "bias", "causal", "to float32"), "norm": ("residual", "no parameters")}[case.family]
     for name, case in COMPARISONS.items()
@@ -25,7 +25,7 @@ OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: x's shape, the axes of its rows, and one of OPTIONS or none."""
+    """One call: x's shape, its rows' axes, and an option from OPTIONS or none."""
 
     op: str
     shape: tuple[int, ...]
@@ -38,15 +38,15 @@ class Case:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The shape of one row."""
+        """One row's shape."""
         return tuple(self.shape[axis] for axis in self.axes)
 
 
 def random_cases(seed: int, count: int, most: float) -> list[Case]:
     """Calls on 2^12 to `most` elements, small ones as often as large ones.
 
-    The rows of half of them lie along the last axis, of a quarter along another, of the others over two. Half of the
-    shapes have axes of multiples of 8, the others any; nearly half of the calls have an option.
+    In half the shapes rows lie along the last axis, in a quarter along another, in the others along two. Half the
+    shapes have axes that are multiples of 8, the others any; nearly half the calls have an option.
     """
     rng = np.random.default_rng(seed)
     found: dict[Case, None] = {}
@@ -69,7 +69,7 @@ def random_cases(seed: int, count: int, most: float) -> list[Case]:
 
 
 def _softmaxes(case: Case) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """jaxops's and jax.nn's, of x and of the option's operand."""
+    """jaxops's and jax.nn's, on x and the option's operand."""
     ours = functools.partial(getattr(jaxops, case.op), axis=case.axes)
     reference = functools.partial(getattr(jax.nn, case.op), axis=case.axes)
 
@@ -86,7 +86,7 @@ def _softmaxes(case: Case) -> tuple[Callable[..., jax.Array], Callable[..., jax.
 
 
 def _norms(case: Case) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """jaxops's and Flax's, of x, the parameters and the residual."""
+    """jaxops's and Flax's, on x, the parameters and the residual."""
     import flax.linen as nn
 
     names = () if case.option == "no parameters" else ("scale", "bias") if case.op == "layer_norm" else ("scale",)
@@ -126,7 +126,7 @@ def _operands(case: Case, dtype: np.dtype, rng: harness.Generator) -> tuple[jax.
 
 
 def tasks(cases: list[Case], dtype: str) -> list[harness.Task]:
-    """The measurements of a dtype, forward and backward; rates count x and the result alone."""
+    """A dtype's measurements, forward and backward; rates count x and the result alone."""
     found = []
     for case in cases:
         if case.option == "to float32" and jnp.dtype(dtype).itemsize > 2:
@@ -154,7 +154,7 @@ def tasks(cases: list[Case], dtype: str) -> list[harness.Task]:
 
 
 def run(clock: harness.Clock, settings: harness.Settings) -> bool:
-    """Measures the calls of the seed; False if a measurement failed."""
+    """Measures the seed's calls; False if a measurement failed."""
     most, count = (2**18, 4) if settings.quick or jax.default_backend() == "cpu" else (2**26, 64)
     cases = random_cases(settings.seed, count, most)
     found = [task for dtype in settings.dtypes for task in tasks(cases, dtype)]

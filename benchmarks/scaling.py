@@ -28,7 +28,7 @@ import jaxops
 from benchmarks import harness, models
 
 CONTENDERS = (models.BASELINE, "swapped", "jaxops")
-#: How the kernels of a layer are split, by its name; norms' scales are whole.
+#: How a layer's kernels are split, by its name; norms' scales are whole.
 SPECS = {
     **dict.fromkeys(("query", "key", "value", "gate", "up", "logits"), P("data", "model")),
     **dict.fromkeys(("out", "down", "tokens"), P("model", "data")),
@@ -37,10 +37,10 @@ SPECS = {
 
 @dataclasses.dataclass
 class Measurement:
-    """Milliseconds of a step are medians of several turns of `steps` steps each.
+    """A step's milliseconds are medians over several turns, each with `steps` steps.
 
-    collectives: how many the compiled step has of each kind. efficiency: the contender's step on one device, over its
-    step here.
+    collectives: the compiled step's collectives, counted by kind. efficiency: the contender's step on one device, over
+    its step here.
     """
 
     KEY: ClassVar = ("device", "data", "model", "contender", "shape")
@@ -89,7 +89,7 @@ class Contender:
         self.loss = float("nan")
 
     def run(self, steps: int) -> None:
-        """A turn of so many steps."""
+        """A turn with so many steps."""
         start = time.perf_counter()
         for _ in range(steps):
             self.state, loss = self.step(self.state, self.batch)
@@ -98,14 +98,14 @@ class Contender:
         self.loss = float(loss)
 
     def collectives(self) -> str:
-        """The collectives of the compiled step, counted."""
+        """The compiled step's collectives, counted."""
         kinds = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
         found = collections.Counter(re.findall(rf" {kinds}", self.step.as_text()))
         return " ".join(f"{kind}:{count}" for kind, count in sorted(found.items()))
 
 
 def meshes() -> Iterator[Mesh]:
-    """One device; then all of them along `data`, along `model`, and, where there are four or more, along both."""
+    """One device; then all of them along `data`, along `model`, and, if there are four or more, along both."""
     count = 1 << (len(jax.devices()).bit_length() - 1)
     shapes = {(1, 1): None, (count, 1): None, (1, count): None}
     if count >= 4:
@@ -116,7 +116,7 @@ def meshes() -> Iterator[Mesh]:
 
 
 def measure(size: models.LlamaSize, steps: int, turns: int) -> Iterator[Measurement]:
-    """Compiles the contenders of a mesh together, then times them in turns; `size.batch` is for a device of `data`."""
+    """Compiles a mesh's contenders together, then times them in turns; `size.batch` is for a device along `data`."""
     alone: dict[str, float] = {}
     for mesh in meshes():
         here_size = dataclasses.replace(size, batch=size.batch * mesh.shape["data"])

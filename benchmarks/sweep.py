@@ -1,7 +1,8 @@
 """Other plans for rows than the chosen one, timed in one process: `python -m benchmarks.sweep softmax 65536x2048`.
 
-Every plan that holds the rows is tried, or those of `--plan "BlockRows 4 64"`: kernel, packs a thread, lanes, blocks of
-a cluster. One that is not compiled, or that the device does not run, is left out: ffi/rows/tuning.h says which are.
+The sweep tries every plan that holds the rows, or the plans in `--plan "BlockRows 4 64"`: kernel, packs a thread,
+lanes, blocks a cluster. A plan that is not compiled, or that the device does not run, is left out: ffi/rows/tuning.h
+says which are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks import harness
 
 
 class Plan(NamedTuple):
-    """A kernel, and the numbers that it is told: `try_plan` of the compiled halves."""
+    """A kernel and its numbers: the arguments for `try_plan` in the compiled halves."""
 
     kernel: str = ""
     packs: int = 0
@@ -50,7 +51,7 @@ def try_plan(plan: Plan) -> None:
 
 
 def plans(length: int, across: bool) -> Iterator[Plan]:
-    """All that hold rows of so many packs."""
+    """All that hold rows with so many packs."""
     for packs, cluster in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
         lanes = -(-length // (packs * cluster))
         if across:
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try_plan(plan)
         try:
             taken = harness.alternate(clock, {"plan": calls}, options.seconds, 3)["plan"]
-        except Exception as error:  # of XLA, whose class depends on its version
+        except Exception as error:  # from XLA, whose class depends on its version
             if options.plan:
                 print(f"{plan}: {str(error).splitlines()[0]}")
             continue

@@ -13,15 +13,15 @@ from rich import table
 
 from benchmarks import harness, models
 
-#: The loss of the n-th step may differ by n times as much, relative: activations are bf16, and Adam's first steps are
-#: as large for a gradient that is all rounding error as for any other.
+#: The n-th step's loss may differ by n times as much, relative: activations are bf16, and Adam's first steps are as
+#: large for a gradient that is all rounding error as for any other.
 LOSS_TOLERANCE = 5e-3
 CHECKED_STEPS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Row(harness.Row):
-    """ours, xla: milliseconds a step, of this contender and of the best that XLA has. Memory: temporary, in GiB."""
+    """ours, xla: milliseconds a step, for this contender and for XLA's best. Memory: temporary, in GiB."""
 
     KEY: ClassVar = harness.Row.KEY
 
@@ -30,7 +30,7 @@ class Row(harness.Row):
 
 
 class Measured(NamedTuple):
-    """seconds: a step. memory: the temporary bytes of the compiled step. losses: of the first steps."""
+    """seconds: a step. memory: the compiled step's temporary bytes. losses: the first steps'."""
 
     seconds: float
     memory: int
@@ -46,7 +46,7 @@ def _measure(case: models.Case, names: Sequence[str], settings: harness.Settings
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     state = (parameters, zeros, zeros, jnp.zeros((), jnp.int32))
     lowered = {name: models.make_step(module).lower(state, batch) for name, module in modules.items()}
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # a minute of compilation, one after the other
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # a minute's compilation, one after the other
         steps = dict(zip(lowered, pool.map(lambda step: step.compile(), lowered.values()), strict=True))
     losses: dict[str, list[float]] = {}
     for name, step in steps.items():
@@ -86,7 +86,7 @@ def run(settings: harness.Settings) -> bool:
     for case in settings.bar([*names], lambda case: case.label):
         try:
             measured = _measure(case, names[case], settings)
-        except (RuntimeError, ArithmeticError) as error:  # of XLA and the device; of the losses
+        except (RuntimeError, ArithmeticError) as error:  # from XLA and the device; from the losses
             failures.append((case, error))
             continue
         best = measured[models.BASELINE]

@@ -1,4 +1,4 @@
-"""`python -m jaxops`: versions, devices, handlers, and a check of every op."""
+"""`python -m jaxops`: versions, devices, handlers, and a check for every op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of public arguments. Every error names the argument, the value it got and the values it accepts."""
+"""Checks for public arguments. Every error names the argument, the value it got and the values it accepts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def array(op: str, name: str, value: Any) -> jax.Array:
     except (TypeError, OverflowError) as error:
         what = f"dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else repr(value)
         raise type(error)(f"{op}: {name} must be an array or a scalar of numbers, got {what}") from error
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # keys of jax.random
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # jax.random's keys
         raise TypeError(f"{op}: {name} must be an array or a scalar of numbers, got dtype {x.dtype}")
     return x
 
@@ -51,14 +51,14 @@ def float_array(op: str, name: str, value: Any, *, real: bool = False) -> jax.Ar
 
 
 def real_array(op: str, name: str, value: Any) -> jax.Array:
-    """The argument as an array of one of the floating dtypes that have kernels."""
+    """The argument as an array with a floating dtype that has kernels."""
     return float_array(op, name, value, real=True)
 
 
 def result_dtype(
     op: str, dtype: Any, default: Any, name: str = "dtype", accepted: Sequence[str] | None = FLOATS
 ) -> np.dtype:
-    """The result's dtype; `default` if dtype is None. accepted: names of the accepted dtypes; None: any dtype."""
+    """The result's dtype; `default` if dtype is None. accepted: the accepted dtypes' names; None: any dtype."""
     if dtype is None:
         return np.dtype(default)
     listed = "a dtype or None" if accepted is None else f"one of {', '.join(accepted)}"
@@ -90,7 +90,7 @@ def precision(op: str, name: str, value: Any) -> Any:
 
 
 def passes(check: Callable[..., Any], *values: Any) -> bool:
-    """Whether the values pass a check of this module."""
+    """Whether the values pass a check in this module."""
     try:
         check("", *values)
     except (TypeError, ValueError):

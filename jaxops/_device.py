@@ -1,4 +1,4 @@
-"""The GPU that programs are lowered for, and the architectures of the GPU half."""
+"""The GPU that programs are lowered for, and the GPU half's architectures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOPPER, HOPPER_ARCHITECTURE = "9.0", "90a"
 
 
 class Device(NamedTuple):
-    """The GPU, as the choice of a kernel sees it.
+    """The GPU, as the kernel choice sees it.
 
     capability: the CUDA compute capability. architectures: the architectures that the GPU half was compiled for, as in
     CMake ("80-real", "90a"); None: this device's.
@@ -32,7 +32,7 @@ class Device(NamedTuple):
         return f"Hopper's kernels were not compiled: JAXOPS_CUDA_ARCHITECTURES needs {HOPPER_ARCHITECTURE}"
 
     def why_no_kernels(self) -> str | None:
-        """Why no kernel of the GPU half runs here; None if some do."""
+        """Why no kernel in the GPU half runs here; None if some do."""
         if self.architectures is None or any(_runs_on(a, self.capability) for a in self.architectures):
             return None
         compiled = ";".join(self.architectures)
@@ -42,8 +42,8 @@ class Device(NamedTuple):
 def _runs_on(architecture: str, capability: str) -> bool:
     """Whether code compiled for an architecture runs on a GPU.
 
-    Machine code ("-real") runs on later GPUs of its generation, PTX on all later GPUs. Code of kind "a" runs only on
-    its own GPU, code of kind "f" only on its generation.
+    Machine code ("-real") runs on later GPUs in its generation, PTX on all later GPUs. "a" code runs only on its own
+    GPU, "f" code only on its generation.
     """
     if not (match := re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", architecture)):
         return True  # an unknown name: CUDA gives its own error

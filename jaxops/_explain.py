@@ -20,7 +20,7 @@ _PREFIX = "jaxops_"
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """One call of a kernel in a function.
+    """One kernel call in a function.
 
     Attributes:
       kernel: the kernel's name, as in HLO's custom-call targets without prefix and version.
@@ -29,8 +29,8 @@ class KernelCall:
       results: the results' shapes and dtypes.
       times: how often one call of the function runs the kernel; None if a `while` loop decides.
       runs_on: "jaxops", or "XLA" if the platform has no such kernel or jaxops chose XLA.
-      detail: the kernel's parameters or choices, such as a matmul's tile or the layout of a row op's rows.
-      bytes: the total size of operands and results, which is the smallest number of bytes that one run moves.
+      detail: the kernel's parameters or choices, such as a matmul's tile or a row op's layout.
+      bytes: the operands' and results' total size, which is the fewest bytes that one run moves.
       flops: multiplications and additions in one run of a matrix product; 0 for other kernels.
     """
 
@@ -56,7 +56,7 @@ class Explanation:
 
     Attributes:
       platform: "cpu", "cuda" or another that JAX lowers for.
-      calls: the calls of jaxops' kernels, in the order of the program.
+      calls: the calls to jaxops' kernels, in the program's order.
       xla_products: how many other dot_general the program has, which run on XLA.
     """
 
@@ -66,12 +66,12 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all calls; calls in `while` loops count once."""
+        """All calls' bytes; calls in `while` loops count once."""
         return sum(call.bytes * call.times_or_once for call in self.calls)
 
     @property
     def flops(self) -> int:
-        """Operations of all calls; calls in `while` loops count once."""
+        """All calls' operations; calls in `while` loops count once."""
         return sum(call.flops * call.times_or_once for call in self.calls)
 
     def __str__(self) -> str:
@@ -139,12 +139,12 @@ def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEq
             yield from _walk(program, times_inside, here)
 
 
-#: What is said of a log_softmax whose result is only gathered from.
+#: The note on a log_softmax if only gathers read its result.
 _LOSS_HINT = "only gathered from: softmax_cross_entropy_with_integer_labels writes no array of this size"
 
 
 def _gathered(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The calls of log_softmax whose result goes only into gathers, in a program and those inside it."""
+    """The log_softmax calls if only gathers read their result, in a program and the programs inside it."""
     users: dict[Any, set[str]] = {}
     for equation in jaxpr.eqns:
         name = equation.primitive.name
@@ -173,7 +173,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     """Lists the jaxops kernels that a function runs, with shapes, bytes and operations.
 
     The function is traced, not run. Calls inside jit, scan, remat and other transformations count. To see the backward
-    pass, explain the gradient: `jaxops.explain(jax.grad(loss), x)`. Both branches of a `cond` are listed.
+    pass, explain the gradient: `jaxops.explain(jax.grad(loss), x)`. The report lists both branches of a `cond`.
 
     Args:
       function: a function of arrays, jitted or not.

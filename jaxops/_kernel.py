@@ -34,17 +34,17 @@ from jaxops._warnings import warn, warn_fallback
 # Private: checkify has no public way to add a rule.
 from jax._src.checkify import error_checks, nan_error_check  # isort: skip
 
-# Version of the handlers' calling convention. It is part of every target's name, so an exported program that uses an
-# older convention does not find its target, instead of calling a newer one wrongly.
+# The calling convention's version. It is part of every target's name, so an exported program that uses an older
+# convention does not find its target, instead of calling a newer one wrongly.
 CALLING_CONVENTION = 11
 
 #: Platforms that JAX lowers for.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-#: The operands and parameters of lax's dot_general.
+#: The operands and parameters for lax's dot_general.
 Product = tuple[Sequence[ShapedArray], dict[str, Any]]
 
-#: Every kernel by name, in order of declaration; kernels without a target are composites.
+#: Every kernel by name, in the order in which they are declared; kernels without a target are composites.
 KERNELS: dict[str, Kernel] = {}
 COMPOSITES: dict[str, Kernel] = {}
 
@@ -100,13 +100,13 @@ class Kernel:
     A subclass defines:
 
     - `abstract`: the results' shapes and dtypes;
-    - `layout`: a name for each axis of operands and results, equal for axes that correspond;
+    - `layout`: a name for each operand and result axis, equal for axes that correspond;
     - `call_target`: the call of the FFI target, and `plain`: the same computation in plain JAX;
-    - `local`: how a device runs either of them on its shard (see `partitioned`);
+    - `local`: how a device runs either on its shard (see `partitioned`);
     - `is_chosen`: whether a call runs the target on platforms that have it;
     - `batch`: the vmap rule; `jvp`, and `transpose` if it is linear: the derivatives.
 
-    All of them take the operands, then the parameters.
+    They all take the operands, then the parameters.
 
     The ops have no custom_vjp, because it would give up forward mode. A kernel's JVP rule binds a primitive that is
     linear in the tangents, and that primitive's transpose rule binds the backward kernel. Each mode comes from one
@@ -119,9 +119,10 @@ class Kernel:
         its plain JAX, which calls other kernels.
     """
 
-    #: Of one without a target: whether `local` says what each device does, as for the others; else the compiler does.
+    #: For a kernel without a target: whether `local` defines each device's work, as for the others; else the compiler
+    #: does.
     split_by_local = False
-    #: The handler without which a platform runs plain JAX; by default, that of the kernel's name.
+    #: The handler without which a platform runs plain JAX; by default, the one with the kernel's name.
     handler = ""
 
     def __init__(self, name: str, *, plain_on: Sequence[str] = (), target: bool = True):
@@ -195,7 +196,7 @@ class Kernel:
         return typed_results(self.name, self.layout(*avals, **params), avals, results)
 
     def _jvp(self, primals, tangents, **params):
-        """`jvp`, with tangents of the results' types."""
+        """`jvp`, with tangents in the results' types."""
         out, moved = self.jvp(primals, tangents, **params)
         return out, [
             t if isinstance(t, ad.Zero) else reshard_like(t, jax.typeof(x)) for x, t in zip(out, moved, strict=True)
@@ -217,15 +218,15 @@ class Kernel:
         return nan_error_check(self.primitive, *args, **self.defined(**params))
 
     def defined(self, **params: Any) -> dict[str, Any]:
-        """The parameters of the same call in which no result has undefined elements."""
+        """The parameters for the same call without undefined elements in any result."""
         return params
 
     def as_dot_general(self, *operands: ShapedArray, **params: Any) -> Product | None:
-        """The operands and parameters of lax's dot_general that the call stands for; None: it is no product."""
+        """The operands and parameters of the equivalent lax dot_general call; None: it is no product."""
         del operands, params
 
     def _rematerialise(self, saveable, unknown, instantiated, equation):
-        """What jax.checkpoint does with a call: policies that save JAX's own products save ours, too."""
+        """How jax.checkpoint treats a call: policies that save JAX's own products save ours, too."""
         needed = [x for x, there in zip(equation.invars, instantiated, strict=True) if isinstance(x, Var) and not there]
         every = [True] * len(equation.outvars)
         none = [False] * len(equation.outvars)
@@ -243,7 +244,7 @@ class Kernel:
         return equation, equation, none, every, needed
 
     def flops(self, *operands: ShapedArray, **params: Any) -> int:
-        """Multiplications and additions of a matrix product; 0 for other kernels."""
+        """Multiplications and additions in a matrix product; 0 for other kernels."""
         del operands, params
         return 0
 
@@ -268,7 +269,7 @@ class Kernel:
 
 
 def jvp_of_linear(kernel: Kernel, linear: Sequence[bool], primals, tangents, **params):
-    """The JVP of a kernel that is linear in some operands and differentiable, in plain JAX, in the others."""
+    """The JVP for a kernel that is linear in some operands and, in plain JAX, differentiable in the others."""
     out = kernel.bind(*primals, **params)
     varied = [not isinstance(tangent, ad.Zero) for tangent in tangents]
     total = [ad.Zero(jax.typeof(x)) for x in out]

@@ -11,7 +11,7 @@ import jaxlib
 from jaxops import _kernel
 from jaxops._version import __version__
 
-#: The supported versions of jax and jaxlib: from the first, below the second.
+#: The supported jax and jaxlib versions: from the first, below the second.
 SUPPORTED = ((0, 10), (0, 13))
 
 
@@ -52,7 +52,7 @@ def _cuda_half() -> ModuleType | None:
 
 
 def register() -> None:
-    """Registers the handlers of the halves that were built. Initialises no device."""
+    """Registers the handlers in the halves that were built. Initialises no device."""
     try:
         from jaxops import _cpu
     except ImportError as error:

@@ -28,7 +28,7 @@ class Replacement:
     """Replaces functions in some modules while at least one scope is open.
 
     Args:
-      modules: names of modules; modules that are not imported are ignored.
+      modules: module names; modules that are not imported are ignored.
       substitutes: the new function for each original. It must also work outside a scope, because other threads call it.
     """
 
@@ -97,7 +97,7 @@ _REPLACEMENTS = {
 def _takes(x: Any, axis: Any = -1, where: Any = None, epsilon: Any = 1e-5, algorithm: str = "stable", **others) -> bool:
     """Whether jaxops can compute the call. others: options that jaxops does not have; their defaults are fine."""
     del where
-    # NumPy scalars promote, Python numbers are weakly typed; axes may be names of mapped axes.
+    # NumPy scalars promote, Python numbers are weakly typed; axes may be mapped axes' names.
     return (
         hasattr(x, "dtype")
         and (x.dtype.name in arguments.FLOATS or jnp.issubdtype(x.dtype, jnp.integer))
@@ -178,10 +178,10 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
     The scope must include tracing: functions that :func:`jax.jit` traced earlier do not change. Neither do names that
     code imported earlier (`from jax.nn import softmax`).
 
-    Calls that jaxops does not support go to jax.nn: complex numbers, 8-bit floats, names of mapped axes, logsumexp with
+    Calls that jaxops does not support go to jax.nn: complex numbers, 8-bit floats, mapped axes' names, logsumexp with
     factors `b`, attention with an `implementation` or a residual, and `standardize` with a given mean or variance, or
-    with an epsilon that is an array, a NumPy scalar, or negative.
-    `standardize` always computes the variance stably, whatever `algorithm` says.
+    with an epsilon that is an array, a NumPy scalar, or negative. `standardize` always computes the variance stably,
+    whatever `algorithm` says.
 
     Args:
       listener: called with the function's name for each call that runs on jaxops.
@@ -204,7 +204,7 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
         _listener.reset(token)
 
 
-#: As `_listener`, of patch_optax.
+#: As `_listener`, for patch_optax.
 _optax_listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar(
     "jaxops_patch_optax", default=None
 )
@@ -244,7 +244,7 @@ def patch_optax(listener: Callable[[str], None] = lambda name: None) -> Iterator
 
     As :func:`jaxops.patch_jax_nn`: it replaces the function in `optax` and `optax.losses` and puts it back at the end.
     Other threads keep optax's meanwhile, and only functions that are traced in the scope are affected. The loss keeps
-    the dtype that optax gives it, that of the logits; it is computed in f32.
+    the dtype that optax gives it, the logits' dtype; it is computed in f32.
 
     Args:
       listener: called with the function's name for each call that runs on jaxops.

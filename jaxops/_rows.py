@@ -1,8 +1,8 @@
-"""Row kernels: what softmax, log_softmax, layer_norm and rms_norm have in common between Python and the device.
+"""Row kernels: the common layer of softmax, log_softmax, layer_norm and rms_norm between Python and the device.
 
-All operands and results of a row kernel have the rank of its first operand, x. An axis along which a tensor has size 1
-is one along which it is constant (an operand) or reduced (a result). One model then serves every rule: vmap inserts an
-axis everywhere, of size 1 where an operand is not mapped. The handlers take the tensors as they are.
+All operands and results of a row kernel have the rank of its first operand, x. If a tensor has size 1 along an axis, it
+is constant (an operand) or reduced (a result) along it. So one model serves every rule: vmap inserts an axis
+everywhere, with size 1 if an operand is not mapped. The handlers take the tensors as they are.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxops._limits import MAX_AXES, MAX_CAUSAL_SIZE, MAX_COLUMNS
 from jaxops._sharding import Layout
 from jaxops._warnings import warn_fallback
 
-#: The parameters that name axes of x. vmap shifts them; an axis of -1 is none.
+#: The parameters that name x's axes. vmap shifts them; an axis -1 is none.
 AXIS_PARAMETERS = ("axes", "kept", "query_axis", "key_axis")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """An operand or result of a row kernel.
+    """A row kernel's operand or result.
 
     kind: "full", x's shape; "row", one value a row: size 1 along the normalised axes; "broadcast", an operand that has
     x's size or 1 along each axis; "sum", a result that has x's size along the normalised and the kept axes and is
@@ -60,13 +60,13 @@ def accumulator(*dtypes) -> np.dtype:
 
 
 def promoted(*dtypes) -> np.dtype:
-    """The dtype to which dtypes that differ by a rule's own choice promote, whatever promotion the user allows."""
+    """The dtype to which dtypes promote if a rule chose them differently, whatever promotion the user allows."""
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.result_type(*dtypes))
 
 
 def kernel_dtypes(x, result) -> tuple[np.dtype, np.dtype]:
-    """The dtypes of x and of the result between which a kernel exists: equal, or one of them f32."""
+    """The dtypes of x and the result that have a kernel: equal, or one is f32."""
     x, result = np.dtype(x), np.dtype(result)
     if accumulator(x, result) == np.float64:
         return np.dtype("float64"), np.dtype("float64")
@@ -76,7 +76,7 @@ def kernel_dtypes(x, result) -> tuple[np.dtype, np.dtype]:
 
 
 def expand_rank(x: jax.Array, rank: int) -> jax.Array:
-    """x with axes of size 1 in front, as numpy broadcasts it."""
+    """x with leading axes of size 1, as numpy broadcasts it."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
@@ -90,9 +90,9 @@ def sum_to(x: jax.Array, shape: Sequence[int]) -> jax.Array:
 class Rows:
     """The rows that plain JAX code works on, and their reductions.
 
-    axes: those normalised over. kept: further ones along which the sums over rows are not taken. shards: where x is one
-    device's part of an array, the mesh axes over which each of x's axes is split; then the reductions are those of the
-    whole array, each one collective operation on its results.
+    axes: the normalised axes. kept: further axes along which the sums over rows are not taken. shards: if x is one
+    device's part of an array, the mesh axes over which each of x's axes is split; then the reductions cover the whole
+    array, each with one collective operation on its results.
     """
 
     axes: tuple[int, ...]
@@ -103,13 +103,13 @@ class Rows:
         return tuple(name for a in axes if self.shards for name in self.shards[a])
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Each row's largest element, of size 1 along the normalised axes."""
+        """Each row's largest element, with size 1 along the normalised axes."""
         largest = jnp.max(x, axis=self.axes, keepdims=True, initial=-jnp.inf)
         over = self._over(self.axes)
         return jax.lax.pmax(largest, over) if over else largest
 
     def sum(self, *xs: jax.Array) -> list[jax.Array]:
-        """Each row's sums, of one dtype, of size 1 along the normalised axes."""
+        """Each row's sums, in one dtype, with size 1 along the normalised axes."""
         sums = [jnp.sum(x, axis=self.axes, keepdims=True) for x in xs]
         over = self._over(self.axes)
         if not over:
@@ -117,27 +117,27 @@ class Rows:
         return list(jax.lax.psum(jnp.stack(sums), over)) if len(sums) > 1 else [jax.lax.psum(sums[0], over)]
 
     def size(self, x: jax.Array) -> float:
-        """How many elements a row has: a float, as there may be more of them than an int32 counts."""
+        """How many elements a row has: a float, as there may be more than an int32 counts."""
         over = self._over(self.axes)
         here = math.prod(x.shape[a] for a in self.axes)
         return (float(here) if isinstance(here, int) else here) * (jax.lax.psum(1, over) if over else 1)
 
     def sum_rows(self, *xs: jax.Array) -> list[jax.Array]:
-        """The sums over rows: of x's size along the normalised and the kept axes, else of size 1."""
+        """The sums over rows: x's size along the normalised and the kept axes, else size 1."""
         summed = tuple(a for a in range(xs[0].ndim) if a not in self.axes and a not in self.kept)
         sums = [jnp.sum(x, axis=summed, keepdims=True) for x in xs]
         over = self._over(summed)
         return jax.lax.psum(sums, over) if over else sums
 
     def positions(self, shape: Sequence[int], axis: int) -> jax.Array:
-        """Each element's position along an axis of the whole array."""
+        """Each element's position along an axis in the whole array."""
         here = jax.lax.broadcasted_iota(np.int32, shape, axis)
         over = self._over((axis,))
         return here + shape[axis] * jax.lax.axis_index(over) if over else here
 
 
 def _plans():
-    """The functions of ffi/rows/plan.h: how the handlers for GPUs work on rows, and the workspaces that they want."""
+    """The functions in ffi/rows/plan.h: how the handlers for GPUs work on rows, and the workspaces that they want."""
     from jaxops import _cpu
 
     if not hasattr(_cpu, "plan_rows"):
@@ -149,7 +149,7 @@ def _segments(shape: Sequence[int], axes: Sequence[int], dtypes: Iterable[np.dty
     """Into how many segments, runs of columns, the handlers split a call's rows; 0: they do not split them.
 
     Args:
-      dtypes: the distinct dtypes of the tensors with x's shape.
+      dtypes: the distinct dtypes among tensors with x's shape.
     """
     if not all(isinstance(d, int) for d in shape):  # symbolic
         return 0
@@ -167,7 +167,7 @@ def _segments(shape: Sequence[int], axes: Sequence[int], dtypes: Iterable[np.dty
     return _plans().plan_segments(rows, columns, across, packs, len(runs) > 2, one.itemsize, told, backward)
 
 
-#: The named operands or results of a row kernel; None where absent.
+#: A row kernel's operands or results by name; None if absent.
 Named = dict[str, "jax.Array | None"]
 
 
@@ -180,22 +180,22 @@ class RowKernel(Kernel):
         results, each with its kind (see `_Slot`). One with `?` is there only in some calls, or, with another's name
         behind it, together with that one. The handler has a boolean attribute `has_scale` for it. One with `!` is a
         result that the handler always has, and some calls leave out.
-      plain: the same function in plain JAX: takes Rows, the operands by position (None where absent) and the parameters
-        by keyword, returns the results as a tuple in the order of the spec.
+      plain: the same function in plain JAX: takes Rows, the operands by position (None if absent) and the parameters by
+        keyword, returns the results as a tuple in the spec's order.
       linear: the operands in which it is linear.
-      jvp: the JVP rule of a kernel that is linear in none: takes the primals and the tangents (None for zero) as
-        dictionaries, the parameters and the names of the wanted results by keyword; returns the results and their
-        tangents as dictionaries.
-      transpose: of a kernel that is linear in some: takes as dictionaries the operands that are given, the types of
-        the wanted ones and the cotangents of the results (None for zero), and the parameters by keyword; returns the
-        cotangents of the wanted operands as a dictionary.
+      jvp: the JVP rule, if the kernel is linear in no operand: takes the primals and the tangents (None for zero) as
+        dictionaries, the parameters and the wanted results' names by keyword; returns the results and their tangents as
+        dictionaries.
+      transpose: the transpose rule, if the kernel is linear in some operands: takes as dictionaries the given operands,
+        the wanted operands' types and the results' cotangents (None for zero), and the parameters by keyword; returns
+        the wanted operands' cotangents as a dictionary.
       joined: how many values a row are joined over its parts, where the handlers split rows: they have a boolean
         attribute `has_parts`, and with it a workspace behind the other results. None: they split none.
       unsplit: the slots with which they split none; None: broadcast operands and sums.
       target: see Kernel.
 
-    Parameters of a call: `axes`, the normalised axes, ascending; `dtype`, that of the first result (further full ones
-    have x's); `has`, the optional slots that are there; `kept`, further axes over which sums are not taken (mapped
+    A call's parameters: `axes`, the normalised axes, ascending; `dtype`, the first result's dtype (further full results
+    have x's); `has`, the optional slots that are given; `kept`, further axes over which sums are not taken (mapped
     ones); anything else goes to the handler.
     """
 
@@ -228,15 +228,15 @@ class RowKernel(Kernel):
         )
 
     def __call__(self, *operands, axes: Sequence[int], dtype, kept: Sequence[int] = (), results=(), **attributes):
-        """The results in the order of the spec, None where absent.
+        """The results in the spec's order, None if absent.
 
         Args:
-          operands: in the order of the spec, None where absent.
-          results: the names of the optional results that are wanted.
+          operands: in the spec's order, None if absent.
+          results: the wanted optional results' names.
         """
         given = [slot.name for slot, x in zip(self.operands, operands, strict=True) if x is not None]
         present = [x for x in operands if x is not None]
-        single = not axes  # every element is a row: of an axis of its own
+        single = not axes  # every element is a row: an axis is inserted for it
         if single:
             axes, present = (present[0].ndim,), [jnp.expand_dims(x, -1) for x in present]
         has = tuple(name for name in self._optional if name in given or name in results)
@@ -329,7 +329,7 @@ class RowKernel(Kernel):
         kinds = {np.dtype(value.dtype).name for slot, value in buffers if slot.kind == "full"}
         elements = kinds.pop() if len(kinds) == 1 and (logits or not masked) else "any"
         elements = elements if elements in ("bfloat16", "float16", "float32", "float64") else "any"
-        # Runs of axes of rows and of columns, the innermost last; rows lie across if theirs is the last one.
+        # Runs of row axes and column axes, the innermost last; rows lie across if their run is the last one.
         sizes = [(a in axes, d) for a, d in enumerate(x.shape) if d != 1]
         runs = [
             (of_row, math.prod(d for _, d in run)) for of_row, run in itertools.groupby(sizes, lambda size: size[0])
@@ -372,8 +372,8 @@ class RowKernel(Kernel):
     def _chunks(self, *operands, axes, kept, **params) -> int:
         """Into how many partial sums the sums over each group's rows are split, at most.
 
-        At least 8 rows each. The handlers take fewer where threads would have no rows, and none for few rows
-        (HasFewRows). Depends on nothing but the operands: it is part of the compiled program.
+        At least 8 rows each. The handlers take fewer if threads would have no rows, and none for few rows (HasFewRows).
+        Depends on nothing but the operands: it is part of the compiled program.
         """
         sizes = operands[0].shape
         if not all(isinstance(sizes[a], int) for a in kept):
@@ -388,7 +388,7 @@ class RowKernel(Kernel):
         return max(1, min(each, rows // 8) if isinstance(rows, int) else each)
 
     def explain(self, *operands, axes, **params) -> str:
-        """How rows lie and what a Hopper GPU's handler makes of them, then the parameters."""
+        """How rows lie and how a Hopper GPU's handler treats them, then the parameters."""
         x = operands[0]
         columns = math.prod(x.shape[a] for a in axes)
         lie = "adjacent" if axes == tuple(range(x.ndim - len(axes), x.ndim)) else "strided"
@@ -399,7 +399,7 @@ class RowKernel(Kernel):
         return f"{rows}; {super().explain(*operands, axes=axes, **params)}"
 
     def _beyond_limits(self, x, axes, query_axis=-1, key_axis=-1, **_) -> tuple[str, str] | None:
-        """What the handlers do not take, and why, as `warn_fallback` takes them."""
+        """A call beyond the handlers' limits, and the limit, as `warn_fallback` takes them; None: within them."""
         if max(len(axes), x.ndim - len(axes)) > MAX_AXES:
             return f"{self.name} of rank {x.ndim}", f"the kernels take up to {MAX_AXES} axes of a kind"
         columns = math.prod(x.shape[a] for a in axes)
@@ -414,9 +414,9 @@ class RowKernel(Kernel):
         return self._beyond_limits(x, axes, **params) is None
 
     def parts(self, operands: Sequence, results: Sequence, axes, has, **attributes) -> ShapedArray | None:
-        """The workspace [parts, values, rows] of a call whose rows the handlers split; None: they do not.
+        """The workspace [parts, values, rows] if the handlers split the call's rows; None: they do not.
 
-        They split those of `_segments`, without masks.
+        They split the rows that `_segments` tells, without masks.
         """
         slots = (*self._present(self.operands, has), *self._present(self.results, has))
         buffers = list(zip(slots, (*operands, *results), strict=True))

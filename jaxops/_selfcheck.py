@@ -1,4 +1,5 @@
-"""Compares every op on the default device with its definition in float64: a check of an installation, not a test."""
+"""Compares every op on the default device with its definition in float64: this checks an installation, and is not a
+test."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import numpy as np
 
 import jaxops
 
-#: Larger errors mean a broken kernel, not rounding: errors of correct kernels are below 8 ulp.
+#: Larger errors mean a broken kernel, not rounding: correct kernels' errors are below 8 ulp.
 LIMIT = 32.0
 
 
@@ -76,7 +77,7 @@ OPS: dict[str, tuple[_Function, _Function, Callable[[int, int], list[tuple[int, 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The largest errors of a value and of its gradients, in units in the last place of the largest exact element."""
+    """The largest errors in a value and in its gradients, in units in the last place at the largest exact element."""
 
     op: str
     dtype: str
@@ -98,8 +99,8 @@ def run(quick: bool = False, seed: int = 0) -> Iterator[Check]:
     """Checks each op in float32 and bfloat16.
 
     Args:
-      quick: one shape in place of three.
-      seed: of the random operands.
+      quick: one shape instead of three.
+      seed: the random operands' seed.
     """
     rng = np.random.default_rng(seed)
     cpu = jax.local_devices(backend="cpu")[0]
@@ -107,7 +108,7 @@ def run(quick: bool = False, seed: int = 0) -> Iterator[Check]:
         for dtype in ("float32", "bfloat16"):
             errors = []
             for m, n in ((64, 256),) if quick else ((64, 256), (33, 1001), (256, 4096)):
-                scales = [1.0, n**-0.5 if op.startswith("matmul") else 1.0, 1.0]  # products of standard deviation 1
+                scales = [1.0, n**-0.5 if op.startswith("matmul") else 1.0, 1.0]  # products with standard deviation 1
                 normal = (scale * rng.standard_normal(s) for s, scale in zip(shapes(m, n), scales, strict=False))
                 operands = [x.astype(dtype) for x in normal]
                 with jax.enable_x64(True), jax.default_device(cpu):

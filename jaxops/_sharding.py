@@ -1,8 +1,8 @@
-"""Kernels on many devices: how axes of a kernel's operands and results that correspond to each other stay split alike.
+"""Kernels on many devices: corresponding axes of a kernel's operands and results stay split alike.
 
-A layout gives every axis of every operand and result a name; axes of one name are one. From it come the types of the
-results on Explicit meshes and in shard_map, the rule by which Shardy propagates shardings on Auto meshes, and what is
-split how in the program of one device.
+A layout names every axis of every operand and result; axes with the same name are one. It determines the results' types
+on Explicit meshes and in shard_map, the rule by which Shardy propagates shardings on Auto meshes, and how tensors are
+split in one device's program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-# Private, as JAX has no public way: what is lowered through custom_partitioning must know the devices.
+# Private, as JAX has no public way: the lowering through custom_partitioning must know the devices.
 from jax._src.dispatch import prim_requires_devices_during_lowering  # isort: skip
 
 #: The mesh axes over which each named axis is split; one that is not split is not there.
@@ -31,9 +31,9 @@ Shards = dict[str, tuple[str, ...]]
 
 
 class Layout(NamedTuple):
-    """The names of all axes.
+    """All axes' names.
 
-    summed: those over which partial results of every shard have to be summed. whole: those that every device has whole.
+    summed: axes over which every shard's partial results have to be summed. whole: axes that every device has whole.
     """
 
     operands: tuple[tuple[str, ...], ...]
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, operands: Iterable[Iterable[str]], results: Iterable[Iterable[str]], summed=(), whole=()) -> Layout:
-        """From names in which "" is an axis of its own, of size 1, along which a tensor is constant or reduced."""
+        """From names; "" is a separate axis of size 1, along which a tensor is constant or reduced."""
         numbers = itertools.count()
 
         def complete(side):
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
 
 
 def _mesh_axes(entry) -> tuple[str, ...]:
-    """An entry of a PartitionSpec as a tuple."""
+    """A PartitionSpec's entry as a tuple."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -90,7 +90,7 @@ def typed_results(
 
 
 def only_for_xla(x: jax.Array) -> str | None:
-    """What kernels know nothing of, in a value's type: the host's memory, or a sum over a mesh axis yet to be taken."""
+    """Whether a value's type has a property unknown to kernels: host memory, or a pending sum over mesh axes."""
     like = jax.typeof(x)
     if like.memory_space != jax.memory.Space.Device:
         return "an operand is not in the device's memory"
@@ -119,7 +119,7 @@ def reshard_like(x: jax.Array, aval: ShapedArray) -> jax.Array:
 def gather(layout: Layout, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The operands, over an Explicit mesh not sharded along axes that clash with others and that no result has.
 
-    So [8@x, 16] @ [16@x, 8] is [8@x, 8], whose types are jax.numpy's: the second operand is gathered.
+    So [8@x, 16] @ [16@x, 8] is [8@x, 8], as in jax.numpy: the second operand is gathered.
     """
     shardings = [jax.typeof(x).sharding for x in operands]
     entries = [
@@ -144,7 +144,7 @@ def gather(layout: Layout, operands: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def on_auto_axes(function: Callable[..., list[jax.Array]], results: Sequence[ShapedArray]):
-    """function, inside which the Explicit axes of a mesh are Auto ones; its results are sharded as the given types."""
+    """The function with a mesh's Explicit axes made Auto inside; its results are sharded as the given types."""
     axes = results[0].sharding.mesh.explicit_axes
     wanted = [x.sharding for x in results]
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=wanted) if axes else function
@@ -157,7 +157,7 @@ def _whole(x: jax.Array) -> jax.Array:
 
 
 class _Axis(NamedTuple):
-    """A mesh axis, or a part of one: neighbours along it are `stride` apart in the program's list of devices."""
+    """A mesh axis, or a part of it: neighbours along it are `stride` apart in the program's list of devices."""
 
     stride: int
     size: int
@@ -190,12 +190,12 @@ def _mesh_of(axes: Sequence[_Axis]) -> AbstractMesh:
 
 
 def _grid(axes: Iterable[_Axis]) -> np.ndarray:
-    """The places of devices in the program's list, with a dimension for each axis."""
+    """The devices' places in the program's list, with a dimension for each axis."""
     return sum(np.ix_(*(np.arange(axis.size) * axis.stride for axis in axes)), start=np.zeros((), int))
 
 
 def _tiles(info: jax.ShapeDtypeStruct) -> np.ndarray | None:
-    """XLA's numbers of the devices that hold each tile, `[tiles along each axis..., copies]`; None: not split."""
+    """XLA's numbers for the devices that hold each tile, `[tiles along each axis..., copies]`; None: not split."""
     sharding = None if info.sharding is None else info.sharding._hlo_sharding
     if sharding is None or not sharding.is_tiled():
         return None
@@ -219,12 +219,12 @@ def _split_axes(places: np.ndarray) -> list[_Axis] | None:
 class _Partition(NamedTuple):
     """How a call's operands and results are split, over axes into which all their shardings divide the devices.
 
-    Inside a shard_map over some axes of a mesh XLA splits each group of devices by itself. It numbers a group's devices
-    anew for each call, in the order of the result's tiles, so that its shardings do not tell which mesh axis is which.
-    A probe does: an operand that is split over all of the group's axes, in the mesh's order.
+    Inside a shard_map over some axes of a mesh XLA splits each group of devices by itself. It renumbers a group's
+    devices for each call, in the order of the result's tiles, so its shardings do not tell which mesh axis is which. A
+    probe does: an operand that is split over all the group's axes, in the mesh's order.
 
-    whole: the mesh of all devices. group: that of one group, in the order of XLA's numbers. specs: of the operands and
-    results, over the group's axes.
+    whole: the mesh with all devices. group: one group's mesh, in the order of XLA's numbers. specs: the operands' and
+    results' specs, over the group's axes.
     """
 
     whole: AbstractMesh
@@ -233,11 +233,11 @@ class _Partition(NamedTuple):
 
     @classmethod
     def of(cls, infos: Sequence[jax.ShapeDtypeStruct], manual: AbstractMesh | None) -> _Partition:
-        """From what XLA hands over; nothing is split where it does not tell how.
+        """From XLA's shardings; if they do not tell how a tensor is split, it is not split.
 
         Args:
-          infos: the operands, after the probe if there is one, and the results.
-          manual: inside a shard_map over a part of a mesh, the mesh.
+          infos: the operands, after the probe, if it is present, and the results.
+          manual: inside a shard_map over some of a mesh's axes, the mesh.
         """
         devices = next((info.sharding.num_devices for info in infos if info.sharding is not None), 1)
         everything = _Axis(1, devices)
@@ -287,13 +287,13 @@ class _Partition(NamedTuple):
 
 
 def _manual_mesh(operands: Sequence[jax.Array]) -> AbstractMesh | None:
-    """The mesh of the shard_map in which the operands are; None: in none, or over axes of size 1 alone."""
+    """The mesh of the shard_map that holds the operands; None: in none, or only over axes of size 1."""
     meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands))
     return next((m for m in meshes if math.prod(m.shape[name] for name in m.manual_axes) > 1), None)
 
 
 def _probe(mesh: AbstractMesh) -> jax.Array:
-    """An array that is split over all axes of a mesh but the manual ones: see `_Partition`."""
+    """An array that is split over all mesh axes except the manual ones: see `_Partition`."""
     names = _free_axes(mesh)
 
     def split():
@@ -314,7 +314,7 @@ def requires_devices(primitive: Primitive) -> None:
 
 
 def lowering_of(function: Callable[..., list[jax.Array]]) -> Callable[..., Any]:
-    """The lowering rule of a primitive that is a function in JAX, and that may use `partitioned`."""
+    """The lowering rule for a primitive that is a function in JAX and may use `partitioned`."""
     lower = mlir.lower_fun(function, multiple_results=True)
 
     def rule(ctx, *operands, **params):
@@ -336,18 +336,19 @@ def partitioned(
     operands: Sequence[jax.Array],
     results: Sequence[ShapedArray],
 ):
-    """local(shards, scatter, *operands), in programs of many devices on every device's part of the operands.
+    """local(shards, scatter, *operands), if there are many devices, on every device's part of the operands.
 
-    Where the operands are on one device, or inside shard_map, nothing is added to the program. `local` takes the
-    operands split over the mesh as `shards` tells, and does the communication. Its results, of the given types, must be
-    split likewise, and further as `scatter` tells: over mesh axes over which it sums, where they are wanted split. An
-    axis whose size is no multiple of the number of its shards is not split.
+    If the operands are on one device, or inside shard_map, nothing is added to the program. `local` takes the operands
+    split over the mesh as `shards` tells, and does the communication. Its results, with the given types, must be split
+    likewise, and further as `scatter` tells: over mesh axes over which it sums, if they are wanted split. An axis is
+    not split if the number of its shards does not divide its size.
 
-    In StableHLO it is a function of the given name, which must tell all that `local` does: it is what remains in the
-    key of a compilation cache once jax_remove_custom_partitioning_ptr_from_cache_key takes the address of `local` away.
+    In StableHLO it is a function with the given name, which must tell everything that `local` does: only the name
+    remains in a compilation cache's key once jax_remove_custom_partitioning_ptr_from_cache_key removes the address of
+    `local`.
     """
 
-    def alone(*xs):  # the program of one device, in which nothing is sharded whatever the types on an Explicit mesh
+    def alone(*xs):  # one device's program, in which nothing is sharded whatever the types on an Explicit mesh
         return [reshard_like(x, aval) for x, aval in zip(local({}, {}, *map(_whole, xs)), results, strict=True)]
 
     x64 = jax.config.jax_enable_x64
@@ -381,7 +382,7 @@ def partitioned(
         split(scatter, layout.results[:1], given_results[:1], lambda axes: set(axes) <= sums and not scatter)
 
         def run(*xs):
-            # XLA calls this from where it likes; the caller's Explicit mesh is not that of one device's program.
+            # XLA calls this from anywhere; the caller's Explicit mesh does not apply to one device's program.
             with jax.enable_x64(x64), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return local(shards, scatter, *xs[len(probes) :])
 

@@ -1,4 +1,4 @@
-"""Warnings, which point at the first line outside of jaxops, JAX and Flax."""
+"""Warnings, which point at the first line outside jaxops, JAX and Flax."""
 
 from __future__ import annotations
 

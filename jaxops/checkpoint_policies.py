@@ -1,6 +1,6 @@
 """Policies for :func:`jax.checkpoint` that know jaxops' kernels.
 
-JAX's own policies see a jaxops product as JAX's own dot, and save it alike; those here work on any jaxops op.
+JAX's own policies see a jaxops product as JAX's own dot, and save it alike; the policies here work on any jaxops op.
 
 Example:
   >>> import jax, jax.numpy as jnp, jaxops
@@ -26,7 +26,7 @@ _jax_dots_with_no_batch_dims_saveable = jax_policies.dots_with_no_batch_dims_sav
 def dots_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
     """:func:`jax.checkpoint_policies.dots_saveable`; saves jaxops' products too, with their preactivations.
 
-    It also saves the results of attention, which are products, with their logsumexp.
+    It also saves attention's results, which are products, with their logsumexp.
     """
     if primitive in (KERNELS["matmul"].primitive, KERNELS["attention_fwd"].primitive):
         return True
@@ -34,7 +34,7 @@ def dots_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
 
 
 def dots_with_no_batch_dims_saveable(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """:func:`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`; saves such products of jaxops too.
+    """:func:`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`; saves such jaxops products too.
 
     A product has a batch dimension if both operands have more than one matrix along an axis.
     """
@@ -47,7 +47,7 @@ def dots_with_no_batch_dims_saveable(primitive: Any, *operands: Any, **params: A
 
 
 def save_only_these_ops(*ops: str) -> Callable[..., bool]:
-    """A policy that saves the results of the named ops and nothing else.
+    """A policy that saves the named ops' results and nothing else.
 
     Args:
       ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "matmul", "attention".

@@ -1,7 +1,7 @@
-"""The errors of every op, option and dtype over ordinary and adversarial inputs, their bounds, and jax.nn's errors.
+"""The errors for every op, option and dtype over ordinary and adversarial inputs, their bounds, and jax.nn's errors.
 
-`make accuracy` measures on the device at hand, writes the figures into benchmarks/results/accuracy.csv, in place of the
-older ones of that device, and docs/accuracy.md from all of them; tests/ops/test_accuracy.py enforces the bounds.
+`make accuracy` measures on the device at hand, writes the figures into benchmarks/results/accuracy.csv, replacing the
+device's older ones, and docs/accuracy.md from all figures; tests/ops/test_accuracy.py enforces the bounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Bound(NamedTuple):
-    """Bounds of the four numbers in a cell of docs/accuracy.md."""
+    """Bounds for the four numbers in a cell in docs/accuracy.md."""
 
     ulp: float
     units: float
@@ -48,9 +48,9 @@ class Bound(NamedTuple):
 BOUNDS = {
     "rows, 16 bits": Bound(0.6, 1.0, 2.0, 2.0),
     "rows, 32 or 64 bits": Bound(1.5, 1.5, 16.0, 6.0),
-    # Logits of up to 5 are rounded before the exponential: 5 units of it.
+    # Logits up to 5 are rounded before the exponential: 5 times its unit.
     "rows with scale and bias, 32 or 64 bits": Bound(5.0, 1.5, 16.0, 6.0),
-    "rows of 2^20, 16 bits": Bound(0.6, 1.0, 20.0, 2.0),  # gradients of a softmax that is denormal in f16
+    "rows of 2^20, 16 bits": Bound(0.6, 1.0, 20.0, 2.0),  # the softmax's gradients are denormal in f16
     "rows of 2^20, 32 or 64 bits": Bound(2.5, 12.0, 16.0, 6.0),
     "products, 8 bits": Bound(8.0, 4.0, 0.0, 0.0),
     "products, 8 bits, GPU": Bound(2048.0, 4.0, 0.0, 0.0),  # the tensor cores keep 14 bits of a sum
@@ -84,7 +84,7 @@ PRODUCTS = ("normal", "wide", "tiny", "equal", "zero", "nan")
 
 
 def _row_cases(op: str, dtype: str, long: bool) -> dict[str, list[Case]]:
-    """By options: the cases of a row op, the values of each of several kinds."""
+    """By options: a row op's cases, each with several kinds of values."""
     family = CASES[op].family
     logits = family == "logits"
     values = {"rows": fuzz.ROW_VALUES, "logits": LOGITS, "norm": NORMS}[family]
@@ -147,7 +147,7 @@ def _product_cases(op: str, dtype: str) -> dict[str, list[Case]]:
 
 
 def cases(op: str, dtype: str, long: bool = True) -> dict[str, list[Case]]:
-    """By options; long: rows of 2^20 too."""
+    """By options; long: also rows with 2^20 elements."""
     return _product_cases(op, dtype) if CASES[op].family == "product" else _row_cases(op, dtype, long)
 
 
@@ -155,7 +155,7 @@ def cases(op: str, dtype: str, long: bool = True) -> dict[str, list[Case]]:
 
 
 def reference(case: Case, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """What a user would write without jaxops: jax.nn and jnp."""
+    """The form that a user would write without jaxops: jax.nn and jnp."""
     options = dict(case.options)
     dtype, axis = options.get("dtype"), options.get("axis")
     if case.family == "rows":
@@ -206,7 +206,7 @@ def _flax_norm(op, x, scale, bias, where, residual, options):
 
 @dataclasses.dataclass
 class Errors:
-    """The four numbers of a cell. worst: the input that gave the last number."""
+    """A cell's four numbers. worst: the input that gave the last number."""
 
     ulp: float = 0.0
     units: float = 0.0
@@ -234,7 +234,7 @@ class Errors:
 
 
 def measure(several: list[Case], functions=(fuzz._call, reference)) -> list[Errors]:
-    """The errors of each function in some cases."""
+    """Each function's errors in some cases."""
     found = [Errors() for _ in functions]
     for case in several:
         x64 = any("float64" in operand for operand in case.operands)
@@ -254,7 +254,7 @@ FIGURES = ("ulp", "units", "norm", "gradient_units")
 
 
 class Row(NamedTuple):
-    """A line of the results: the op's Errors, then the reference's Errors."""
+    """A line in the results: the op's Errors, then the reference's Errors."""
 
     device: str
     op: str
@@ -346,7 +346,7 @@ def _number(value: float) -> str:
 
 
 def _pairs(numbers: Sequence[float], gradients: bool) -> list[str]:
-    """The figures of values and of gradients, if those were measured."""
+    """The figures for values, and for gradients if they were measured."""
     texts = list(map(_number, numbers))
     value, gradient = (",\N{NO-BREAK SPACE}".join(texts[i : i + 2]) for i in (0, 2))
     return [value, gradient if gradients else "\N{EN DASH}"]
@@ -382,7 +382,7 @@ def page(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Measures on this device; returns the number of rows out of bounds."""
+    """Measures on this device; returns how many rows are out of bounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", default=OPS, help=f"ops to measure: {', '.join(OPS)}; default: all")
     parser.add_argument("--results", type=Path, default=RESULTS, help="CSV file to update (default: %(default)s)")

@@ -25,7 +25,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-# Each of several processes has one processor. NumPy's products would start a thread for every processor.
+# If there are several processes, each has one processor. NumPy's products would start a thread for every processor.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -47,7 +47,7 @@ if not jaxops.__file__.startswith(os.environ.get("JAXOPS_SITE", "")):
 
 
 def _runs_here(item) -> bool:
-    """Whether this machine has what a test's marks `gpu` and `cuda` ask for."""
+    """Whether this machine has the devices that a test's marks `gpu` and `cuda` ask for."""
     if item.get_closest_marker("cuda") and "cuda" not in _kernel.HANDLERS:
         return False
     if (mark := item.get_closest_marker("gpu")) is None:
@@ -57,7 +57,7 @@ def _runs_here(item) -> bool:
 
 @pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what cannot run here, so that a summary lists only skips that say something."""
+    """Leaves out tests that cannot run here, so that a summary lists only skips that say something."""
     here = [item for item in items if _runs_here(item)]
     config.stash[_LEFT_OUT] = len(items) - len(here)
     if len(here) < len(items):
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_sessionfinish(session):
-    """A worker of several tells how many it left out: all leave out the same."""
+    """If there are several workers, one tells how many it left out: all leave out the same."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
 
@@ -89,7 +89,7 @@ def rng(request):
 
 @pytest.fixture
 def x64():
-    """float64 for the duration of a test."""
+    """float64 during a test."""
     with jax.enable_x64(True):
         yield
 
@@ -116,7 +116,7 @@ def on_gpu():
 
 @pytest.fixture(scope="session")
 def memory():
-    """The memory of each half that can run here."""
+    """The memory for each half that can run here."""
     found = {"cpu": frames.Host()}
     if "cuda" in _kernel.HANDLERS:
         with contextlib.suppress(OSError, RuntimeError):  # no driver, no device

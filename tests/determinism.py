@@ -1,4 +1,4 @@
-"""Prints a digest of the bits of every op's results and gradients: `determinism.py [--busy]`.
+"""Prints a digest of every op's bits, in results and gradients: `determinism.py [--busy]`.
 
 --busy: while another thread keeps the device at work. The output must be the same in every run on one device.
 """
@@ -14,7 +14,7 @@ from support.ops import CASES, value_and_gradients
 
 import jaxops
 
-#: By name, functions of x and of a vector.
+#: By name, functions of x and a vector.
 CALLS = {name: call for case in CASES.values() for name, call in case.repeated.items()}
 SHAPES = ((300, 257), (1030, 1024), (7, 40000), (2000, 64))
 

@@ -1,12 +1,12 @@
-"""Mutates what `fuse` matches, and compares the fused function with the original: value, vjp and jvp.
+"""Mutates the code that `fuse` matches, and compares the fused function with the original: value, vjp and jvp.
 
     python tests/fuse_mutations.py --cases 10000 --rule norms
 
-A mutation changes one or two equations of a spelling's jaxpr: operands swapped, another operand of the same type, axes
-moved, a constant changed, another function of the same kind, a stop_gradient inserted, a second use of an inner value.
-The original runs in NumPy's float64, in which nothing compiles, and so does the rest of the fused function; what was
-matched runs by jaxops' ops, compiled once for all mutations with the same match.
-So the question is whether what was matched is what was written, not how the kernels round.
+A mutation changes one or two equations in a spelling's jaxpr: it swaps operands, takes another operand with the same
+type, moves axes, changes a constant, takes another function of the same kind, inserts a stop_gradient, or uses an inner
+value a second time. The original runs in NumPy's float64, which compiles nothing, and so does the rest of the fused
+function; the matched part runs on jaxops' ops, compiled once for all mutations with the same match. So the question is
+whether the match equals the written code, not how the kernels round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxops._fuse._graph import Graph, Node, Value
 from jaxops._fuse._match import Match
 from jaxops._fuse._rewrite import Rewriter
 
-#: The spellings of each family, by how their names begin.
+#: Each family's spellings, by how their names begin.
 RULES = {
     "norms": ("rms_", "layer_"),
     "softmaxes": ("softmax_", "log_softmax_"),
@@ -46,7 +46,7 @@ RULES = {
 #: Products alone are not searched for: every product is one.
 _REWRITER = Rewriter(frozenset(_rules.OPS) - {"dot_general"})
 
-#: What compiles in half the time, and runs a few numbers as fast.
+#: Options that halve the compilation time; programs on a few numbers run as fast.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 _OTHER = {
@@ -67,7 +67,7 @@ _OTHER = {
 }
 
 
-#: What the spellings have around what is matched, and no match has inside.
+#: The primitives that spellings have around a match, and no match has inside.
 _MORE = {
     "sin": lambda _, x: numerics.Dual(np.sin(x.value), np.cos(x.value) * x.tangent),
     "cos": lambda _, x: numerics.Dual(np.cos(x.value), -np.sin(x.value) * x.tangent),
@@ -76,7 +76,7 @@ _MORE = {
 
 
 def programs(rule: str) -> list[tuple[str, ClosedJaxpr]]:
-    """The spellings of a family, traced to graphs."""
+    """A family's spellings, traced to graphs."""
     found = []
     for name, case in fuse_cases.SPELLINGS.items():
         if name.startswith(RULES[rule]):
@@ -86,7 +86,7 @@ def programs(rule: str) -> list[tuple[str, ClosedJaxpr]]:
 
 
 def of_type(graph: Graph, like: Value, before: int) -> list[Value]:
-    """Values of a type that are computed before an equation."""
+    """Values with a given type that are computed before an equation."""
     values = [*graph.inputs, *(Value(node, i) for node in graph.nodes[:before] for i in range(len(node.avals)))]
     return [v for v in values if v != like and (v.shape, v.dtype) == (like.shape, like.dtype)]
 
@@ -220,12 +220,12 @@ def run(graph: Graph, given: list[numerics.Dual], replaced: dict[Value, object])
     return value_of(graph.outputs[0])
 
 
-#: What computes a match and its tangent, compiled, by everything that tells it from others.
+#: The compiled function of a match and its tangent, by everything that tells it from others.
 _COMPILED: dict[tuple, Callable] = {}
 
 
 def by_op(match: Match, operands: list[numerics.Dual]) -> list[numerics.Dual]:
-    """The results of a match and their tangents, by jaxops' op itself."""
+    """A match's results and their tangents, by jaxops' op itself."""
     arrays = [jnp.asarray(x.value) for x in operands]
     moving = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -247,7 +247,7 @@ def by_op(match: Match, operands: list[numerics.Dual]) -> list[numerics.Dual]:
 
 
 def described(build: Any) -> Any:
-    """What a function of a match is made of."""
+    """The key of a match's function."""
     if isinstance(build, functools.partial):
         return build.func.__qualname__, [*map(described, build.args)], sorted(build.keywords.items(), key=str)
     return build.__qualname__
@@ -258,7 +258,7 @@ def close(a: np.ndarray, b: np.ndarray, tolerance: float) -> bool:
 
 
 def check(jaxpr: ClosedJaxpr, rng: np.random.Generator) -> tuple[str, str]:
-    """What became of one mutation: the outcome and, if the fused function differs, how it was made."""
+    """One mutation's result: the outcome and, if the fused function differs, how it was made."""
     graph = Graph(jaxpr.jaxpr, jaxpr.consts)
     done = [mutate(graph, rng) for _ in range(rng.integers(1, 3))]
     done = [how for how in done if how]
@@ -283,7 +283,7 @@ def check(jaxpr: ClosedJaxpr, rng: np.random.Generator) -> tuple[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the mutations; the number of wrong ones."""
+    """Runs the mutations; returns how many are wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", type=int, default=10000, help="mutations of each family")
     parser.add_argument("--rule", choices=RULES, action="append", help="families; all by default")
@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def mutate_spellings(rule: str, cases: int, seed: int) -> int:
-    """Prints what became of the mutations of a family; the number of wrong ones."""
+    """Prints the outcomes of a family's mutations; returns how many are wrong."""
     sources, counts, start = programs(rule), collections.Counter(), time.perf_counter()
     rng = np.random.default_rng([seed, list(RULES).index(rule)])
     while sum(counts.values()) < cases:

@@ -1,7 +1,7 @@
-"""Random calls of every op against float64: `make fuzz` runs 10,000 of each, tests/ops/test_fuzz.py a few.
+"""Random calls of every op against float64: `make fuzz` runs 10,000 per op, tests/ops/test_fuzz.py a few.
 
-A case is data: its repr, pasted into tests/ops/test_fuzz.py, is the test of a past failure. Compiling costs most, so
-several calls are compiled into one program, and each is run with several kinds of numbers.
+A case is data: its repr, pasted into tests/ops/test_fuzz.py, is the test for a past failure. Compiling costs most, so
+several calls are compiled into one program, and each runs with several kinds of numbers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import jaxops
 FLOATS = ("float32", "bfloat16", "float16")
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
-#: The largest error of a value or derivative, in units of `oracle.error`. Tests of accuracy have narrower bounds.
+#: The largest error in a value or derivative, in units of `oracle.error`. Accuracy tests have narrower bounds.
 LIMITS = {"value": 4.0, "vjp": 8.0, "jvp": 8.0}
 
-#: Calls in one program, and how many sets of numbers each call gets; a call with its numbers is a case.
+#: Calls in one program, and sets of numbers for each call; a call with its numbers is a case.
 CALLS, DRAWS = 12, 10
 
 
@@ -45,14 +45,14 @@ class Case:
 
     Attributes:
       op: its name.
-      operands: (name, shape, dtype) of each, in the order of derivatives; "where" is boolean.
-      options: (name, value) of the static arguments.
+      operands: each one's (name, shape, dtype), in the derivatives' order; "where" is boolean.
+      options: (name, value) for each static argument.
       values: how the operands' numbers are distributed, see `draw`: one each time that it runs.
       derivative: "value", "vjp" or "jvp"; the latter two come with the value.
-      mapped: (name, axis) of the operands that vmap maps.
+      mapped: (name, axis) for each operand that vmap maps.
       layout: how the first operand lies in memory, see `_LAYOUTS`.
-      eager: outside of jit.
-      seed: of the numbers.
+      eager: outside jit.
+      seed: the numbers' seed.
     """
 
     op: str
@@ -82,7 +82,7 @@ _SPECIAL = {"-inf": -np.inf, "inf": np.inf, "nan": np.nan}
 
 
 def draw(values: str, rng: np.random.Generator, shape, dtype, largest: float) -> np.ndarray:
-    """Numbers of one kind; largest: of "huge"."""
+    """One kind of numbers; largest: the largest "huge" one."""
     x = rng.standard_normal(shape)
     tiny = float(jnp.finfo(dtype).tiny)
     with np.errstate(all="ignore"):
@@ -98,7 +98,7 @@ def draw(values: str, rng: np.random.Generator, shape, dtype, largest: float) ->
             x = x * tiny * 0.1
         elif values == "huge":
             x = np.clip(x, -1, 1) * min(largest, 0.5 * float(jnp.finfo(dtype).max))
-        elif values == "far":  # a mean whose square is no number of f32
+        elif values == "far":  # a mean whose square overflows f32
             x = 3e19 + 1e17 * x if float(jnp.finfo(dtype).max) > 1e20 else 1e3 + x
         elif values in ("equal", "forty"):
             x = np.full(shape, 3.3 if values == "equal" else 40.0)
@@ -144,7 +144,7 @@ def _numbers(case: Case, values, rng, name, shape, dtype):
 
 
 def _arrays(case: Case, values: str, rng) -> dict[str, np.ndarray]:
-    """The operands; mapped operands get another axis of size 2."""
+    """The operands; mapped operands get another axis, with size 2."""
     mapped = dict(case.mapped)
     found = {}
     for name, shape, dtype in case.operands:
@@ -183,7 +183,7 @@ def _call(case: Case, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 
 def _exact(case: Case, arrays: dict[str, np.ndarray]):
-    """The oracle of a call without mapped axes."""
+    """The oracle for a call without mapped axes."""
     options = dict(case.options)
     dtype = options.pop("dtype", None)
     if case.family == "rows":
@@ -211,7 +211,7 @@ def _reference(op: str, options: tuple[tuple[str, Any], ...]):
 
 
 def _multiply(arrays, precision) -> float:
-    """The rounding of the factors of a product on this machine, relative; XLA and the kernels do the same."""
+    """The relative rounding of a product's factors on this machine; XLA and the kernels do the same."""
     dtypes = {x.dtype.name for name, x in arrays.items() if name in "ab"}
     if jax.default_backend() != "gpu":
         return 0.0
@@ -224,7 +224,7 @@ def _multiply(arrays, precision) -> float:
 
 
 def _directions(case: Case, rng) -> dict[str, np.ndarray]:
-    """Tangents of the operands."""
+    """The operands' tangents."""
     return {
         name: rng.standard_normal(shape).astype(dtype) for name, shape, dtype in case.operands if name in case.names
     }
@@ -241,7 +241,7 @@ class _Prepared:
     dtypes: list[np.dtype]
 
     def compute(self, stored, directions, call=None):
-        """The results of the op, or of `call`, which stands for it."""
+        """The op's results, or the results of `call`, which stands for it."""
         call = call or _call
         case, mapped = self.case, dict(self.case.mapped)
         first = case.operands[0][0]
@@ -357,7 +357,7 @@ _MAX_SIZE = 12000
 
 @st.composite
 def _shape(draw, min_rank=0):
-    """A shape of some elements; the last axis, or another, may be long."""
+    """A shape with some elements; the last axis, or another, may be long."""
     shape = [draw(_SIZES) for _ in range(draw(st.integers(min_rank, 4)))]
     if shape and draw(st.integers(0, 3)) == 0:
         shape[draw(st.integers(0, len(shape) - 1))] = draw(_LONG)
@@ -377,7 +377,7 @@ def _broadcast(draw, shape):
 
 @st.composite
 def _common(draw, operands, values, derivatives=True):
-    """What cases of all ops have."""
+    """The fields that cases of all ops share."""
     mapped = []
     if draw(st.integers(0, 2)) == 0:
         for name, shape, _ in operands:
@@ -401,7 +401,7 @@ _LOGITS_VALUES = ("normal", "logits", "offset", "tiny", "denormal", "equal", "on
 
 
 def _axis(draw, rank):
-    """An axis, some, or all; of a scalar only none or all."""
+    """An axis, some, or all; a scalar has only none or all."""
     if not rank:
         return draw(st.sampled_from((None, ())))
     kind = draw(st.integers(0, 5))
@@ -418,7 +418,7 @@ def _axis(draw, rank):
 def _logits_case(draw, op, floats):
     joint = draw(_shape())
     operands = [("x", joint, draw(st.sampled_from((*floats, *floats, "int8", "int32"))))]
-    if draw(st.integers(0, 3)) == 0:  # a scalar has no axis, whatever enlarges it
+    if draw(st.integers(0, 3)) == 0:  # a scalar has no axis, even if others enlarge it
         operands[0] = ("x", draw(_broadcast(joint)) or joint, operands[0][2])
     if draw(st.integers(0, 3)) == 0:
         operands.append(("scale", (), draw(st.sampled_from(floats))))
@@ -538,7 +538,7 @@ ROW_VALUES = ("normal", "offset", "tiny", "equal", "one hot", "zero", "wide", "n
 
 @st.composite
 def _row_case(draw, op, floats):
-    """Of any function of rows: x, and its axis if it has one."""
+    """For any function of rows: x, and its axis if it has one."""
     shape = draw(_shape(min_rank=1))
     options = (("axis", _axis(draw, len(shape))),) if CASES[op].axis else ()
     return Case(op, options=options, **draw(_common([("x", shape, draw(st.sampled_from(floats)))], ROW_VALUES)))
@@ -551,7 +551,7 @@ def _strategy(op: str):
 
 
 def batches(op: str, size: int = CALLS):
-    """Lists of cases that share a program; in some of them with float64, which is a mode of the whole program."""
+    """Lists of cases that share a program; some use float64, which is a mode for the whole program."""
 
     def of(floats):
         return st.lists(_strategy(op)(op, floats), min_size=size, max_size=size)
@@ -560,7 +560,7 @@ def batches(op: str, size: int = CALLS):
 
 
 def _run_attention(count: int, seed: int, told) -> list[str]:
-    """The same of attention, whose calls are programs of their own; their operands are `attention_cases`'."""
+    """Does the same for attention, whose calls are separate programs; `attention_cases` gives their operands."""
     for done in range(0, count, DRAWS):
         name = (seed, done)
         rng = np.random.default_rng(name)
@@ -608,7 +608,7 @@ def run(op: str, count: int, seed: int, told=lambda done: None) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints what fails, and the counts; returns the number of ops with failures."""
+    """Prints the failures and the counts; returns how many ops failed."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -48,7 +48,7 @@ def both(mesh):
         yield
 
 
-#: What the surroundings have as a mesh.
+#: How the surroundings set a mesh.
 WAYS = {
     "nothing": lambda mesh: contextlib.nullcontext(),
     "set_mesh": jax.set_mesh,
@@ -61,7 +61,7 @@ WAYS = {
 
 
 def cases(mesh):
-    """By name: how many shards the first axis of x is cut into, and a function that gives the gradients of each."""
+    """By name: how many shards the first axis of x is cut into, and a function that gives each shard's gradients."""
 
     def split(x, spec):
         current = jax.sharding.get_abstract_mesh()
@@ -120,7 +120,7 @@ def main(kind: str, way: str) -> None:
         x = xs[0].reshape(count, -1, *xs[0].shape[1:])
         wanted = jax.vmap(gradients(plain), (0, None, None))(x, *xs[1:])
         for i, (a, b) in enumerate(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)):
-            if i > 1:  # of parameters, which jax.shard_map sums unless it does not check
+            if i > 1:  # for parameters, which jax.shard_map sums unless it does not check
                 a, b = jnp.sum(a, 0) if name == "unchecked" else a[0], jnp.sum(b, 0)
             np.testing.assert_allclose(jnp.reshape(a, b.shape), b, rtol=1e-4, atol=1e-4, err_msg=name)
     print(f"{len(names)} cases")

@@ -1,4 +1,4 @@
-"""Call frames for every plan of every row kernel, for every tile of matmul and of attention, for gated MLPs.
+"""Call frames for every plan of every row kernel, for every matmul and attention tile, for gated MLPs.
 
 `python tests/plan_cases.py --part 3 --parts 30` makes the calls on a GPU, split evenly: for tools/sanitize_gpu.py. A
 row's plan (ffi/rows/plan.h) says which kernel a call launches, so that one call for each plan is enough.
@@ -26,17 +26,17 @@ from jaxops.ops import _matmul_choice as choices
 
 CODES = {"f32": 11, "bf16": 16, "f16": 10, "f64": 12}
 
-#: The dtypes of an input and the result between which kernels exist: see `kernel_dtypes` in jaxops/_rows.py.
+#: The pairs of input and result dtypes that have kernels: see `kernel_dtypes` in jaxops/_rows.py.
 PAIRS = [(t, t) for t in CODES] + [("bf16", "f32"), ("f32", "bf16"), ("f16", "f32"), ("f32", "f16")]
 
 
 def row_call(
     handler: str, pair: tuple[str, str], shape: Sequence[int], axes: Sequence[int], has: dict[str, Any], chunks: int = 8
 ) -> frames.Call:
-    """A call of a row op, normalised over axes of x.
+    """A call of a row op, normalised over some axes of x.
 
-    has: the optional operands and results by name, and what is not as usual of them. "scale", "bias", "where": the axes
-    along which the operand has size 1. "dscale", "dbias": the axes of rows over which sums are not taken. "parts": how
+    has: the optional operands and results by name, with their unusual properties. "scale", "bias", "where": the axes
+    along which the operand has size 1. "dscale", "dbias": the row axes over which sums are not taken. "parts": how
     many. "causal", "masked", "residual", "dsum", "max": anything.
     """
     t, u = (CODES[name] for name in pair)
@@ -90,10 +90,11 @@ def row_call(
 
 
 def _options(handler: str, rows: Sequence[int], columns: Sequence[int]) -> list[dict[str, Any]]:
-    """What `row_call` may be given of a handler: operands that lie in packs as x does, and such that do not.
+    """The options with which `row_call` may call a handler: operands that lie in packs as x does, and operands that do
+    not.
 
-    rows, columns: the axes of x. A kernel reads operands in packs if they change along the columns. Operands that are
-    the same along them take the kernels for any layout.
+    rows, columns: x's axes. A kernel reads operands in packs if they change along the columns. Operands that are the
+    same along them take the kernels for any layout.
     """
     shared, alike, each = tuple(rows), tuple(columns), ()
     return {
@@ -140,17 +141,17 @@ def _options(handler: str, rows: Sequence[int], columns: Sequence[int]) -> list[
 
 HANDLERS = tuple(f"{op}_{way}" for op in ROW_OPS if CASES[op].family != "rows" for way in ("fwd", "bwd"))
 
-#: Lengths of rows of adjacent elements, with short ones of half packs and of single elements, and with the shortest and
-#: the longest lengths that few tables have places for.
+#: Lengths for rows with adjacent elements: short ones with half packs and single elements, and the shortest and longest
+#: that fit few tables.
 _COLUMNS = (*COLUMNS_ONCE, 12, 13, 28, 29, 55, 60, 524296)
-#: Lengths of rows whose elements lie apart, and how many rows lie side by side: packs of four rows, or not.
+#: Lengths for rows whose elements lie apart, and how many rows lie side by side: in packs of four, or not.
 _ACROSS = [(length, inner) for length in (3, 9, *(2**k for k in range(6, 15)), 65536) for inner in (32, 33)]
-#: Rows of two column axes, the last one of so many elements.
+#: Rows with two column axes, the last one with so many elements.
 _TWO_AXES = (33, 48, 501, 512, 4001, 4096)
 
 
 def row_calls() -> Iterator[frames.Call]:
-    """Calls of the row ops on few rows: of all pairs of dtypes, options that lie as x does and others, several axes."""
+    """Row ops on few rows: all pairs of dtypes, options that lie as x does and others, several axes."""
     for handler, pair in itertools.product(HANDLERS, PAIRS):
 
         def call(shape, axes, has, chunks=0, handler=handler, pair=pair) -> frames.Call:
@@ -192,7 +193,7 @@ def row_calls() -> Iterator[frames.Call]:
 
 
 def plan_of(call: frames.Call) -> tuple[str, ...]:
-    """What distinguishes the kernels of a call of a row op: its handler, dtypes, options and plan."""
+    """The key that distinguishes a row call's kernels: its handler, dtypes, options and plan."""
     kernel, arguments = planned(call)
     first, last = call.operands[0], call.results[0]
     avals = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in call.operands]
@@ -208,7 +209,7 @@ def plan_of(call: frames.Call) -> tuple[str, ...]:
 
 
 def distinct_calls() -> list[frames.Call]:
-    """One call for each plan of each row kernel with each set of options, on as few rows as `row_calls` has."""
+    """One call for each row kernel, plan and set of options, on as few rows as `row_calls` has."""
     found: dict[tuple[str, ...], frames.Call] = {}
     for call in row_calls():
         found.setdefault(plan_of(call), call)
@@ -216,7 +217,7 @@ def distinct_calls() -> list[frames.Call]:
 
 
 def matmul_calls() -> Iterator[frames.Call]:
-    """Calls of matmul, of more tiles than a GPU has multiprocessors where blocks take several, and of its backward."""
+    """Matmul calls, with more tiles than a GPU has multiprocessors if blocks take several, and its backward calls."""
     tiles = [(name, tile) for name, found in choices.TILES.items() for tile in found]
     operands = {
         "16bit": [(16, 16, 16), (10, 10, 10)],
@@ -269,7 +270,7 @@ def epilogue_call(code: int, shape: tuple[int, int, int], dbias: bool) -> frames
 def attention_call(
     handler: str, code: int, depth: int, has: Sequence[str] = (), tokens: tuple[int, int] = (328, 392)
 ) -> frames.Call:
-    """A call of attention. has: optional operands by name, with "segments", "dbias", "causal", "cap"."""
+    """An attention call. has: optional operands by name, with "segments", "dbias", "causal", "cap"."""
     batch, (queries, keys), heads, groups, wide, int32 = 2, tokens, 4, 2, 11, 4
     of_query, of_key = (batch, queries, heads, depth), (batch, keys, groups, depth)
     lse = frames.Operand((batch, heads, queries), wide)
@@ -305,7 +306,7 @@ def attention_call(
 
 
 def attention_calls() -> Iterator[frames.Call]:
-    """Calls of attention: of every tile, with general scores and without, and of few queries."""
+    """Attention calls: every tile, with general scores and without, and few queries."""
     for handler, name, depth in itertools.product(
         ("attention_fwd", "attention_bwd"), ("bf16", "f16"), (64, 128, 192, 256)
     ):
@@ -320,7 +321,7 @@ def attention_calls() -> Iterator[frames.Call]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Makes a part of the calls on a GPU."""
+    """Makes some calls on a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)

@@ -1,8 +1,8 @@
-"""Every op under every transformation of JAX, against what a user would write without jaxops.
+"""Every op under every JAX transformation, against the form that a user would write without jaxops.
 
 `make matrix`, or `python tests/transformations.py`, runs all cells on the devices there are and prints the table;
-pytest runs them as tests. With words as arguments: only the transformations whose names contain one of them; with
---jobs N in N processes.
+pytest runs them as tests. Words as arguments select the transformations whose names contain such a word; --jobs N runs
+N processes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from support.ops import CASES, Variant
 
 import jaxops
 
-#: The ops, and again with some of their options.
+#: The ops, and again with some options.
 OPS: dict[str, Variant] = {
     ", ".join(filter(None, (case.name, options))): variant
     for case in CASES.values()
     for options, variant in case.variants.items()
 }
 
-#: By name: what is done with a function and operands; results must equal the reference's results.
+#: By name: a transformation of a function with operands; results must equal the reference's results.
 TRANSFORMATIONS: dict[str, Callable] = {}
 
 
@@ -55,7 +55,7 @@ def transformation(name: str):
 
 
 def waves(x):
-    """Numbers of both signs, of x's shape and dtype."""
+    """Positive and negative numbers with x's shape and dtype."""
     return ((jnp.arange(x.size) * 7 % 12 - 5.5) / 4).astype(x.dtype).reshape(x.shape)
 
 
@@ -65,7 +65,7 @@ def bend(x):
 
 
 def scalar(f):
-    """A nonlinear function of all values of f."""
+    """A nonlinear function of all of f's values."""
 
     def total(*xs):
         y = f(*xs)
@@ -137,7 +137,7 @@ def _hvp(f, *xs):
 @transformation("hessian")
 @double
 def _hessian(f, *xs):
-    """Of all parameters, and of one row of x."""
+    """For all parameters, and for one row of x."""
 
     def of_row(row, *rest):
         return scalar(f)(jnp.asarray(xs[0]).at[0, -1].set(row), *rest)
@@ -165,7 +165,7 @@ def _x64(f, *xs):
 
 @transformation("vmap")
 def _vmap(f, *xs):
-    """Over a new last axis of all operands, and over one of the first."""
+    """Over a new last axis in all operands, and over one in the first."""
     stacked = [jnp.stack([x, x + waves(x)], -1) for x in xs]
     all_mapped = jax.jit(jax.vmap(jax.grad(scalar(f), every(xs)), -1))(*stacked)
     return all_mapped, jax.vmap(f, (-1, *[None] * (len(xs) - 1)))(stacked[0], *xs[1:])
@@ -291,7 +291,7 @@ def _debug_nans(f, *xs):
 
 @transformation("checkify")
 def _checkify(f, *xs):
-    """float_checks find a NaN where jax.nn's do, forward and in gradients, and none where there is none."""
+    """float_checks find a NaN where jax.nn's do, forward and in gradients, and none elsewhere."""
     checked = jax.jit(checkify.checkify(jax.value_and_grad(scalar(f), every(xs)), errors=checkify.float_checks))
     error, result = checked(*xs)
     assert error.get() is None
@@ -320,8 +320,7 @@ def _debug(f, *xs):
 
 
 def make_mesh(kind=AxisType.Auto, first="model"):
-    """All devices, an even number of them up to 8, as data and model; `first`: which of the two are two if there are
-    no more."""
+    """All devices, an even number up to 8, as data and model; `first`: which axis is 2 if there are only 2."""
     count = 2 ** min(3, int(np.log2(len(jax.devices()))))
     shape = (max(1, count // 2), min(2, count))
     shape = shape[::-1] if count == 2 and first == "data" else shape
@@ -374,7 +373,7 @@ for _kind in (AxisType.Auto, AxisType.Explicit):
 
 
 def shard_mapped(kind, splits, manual, make=make_mesh):
-    """Over the manual axes of a mesh; the gradients of what is not split over them are summed over the devices."""
+    """Over the manual axes of a mesh; gradients of operands that are not split over them are summed over devices."""
 
     def apply(f, mesh, axes, *xs):
         def gradients(*xs):
@@ -404,7 +403,7 @@ def make_stages(kind=AxisType.Auto):
 
 
 TRANSFORMATIONS["shard_map"] = shard_mapped(AxisType.Auto, {"b": "data"}, ("data", "model"))
-for _kind in (AxisType.Auto, AxisType.Explicit):  # the other axes split out of the mesh's order
+for _kind in (AxisType.Auto, AxisType.Explicit):  # the other axes are not split in the mesh's order
     TRANSFORMATIONS[f"shard_map over a part, {_kind.name}"] = shard_mapped(
         _kind, {"b": "stage", "t": "model", "c": "data"}, ("stage",), make_stages
     )
@@ -437,7 +436,7 @@ def check(op: str, name: str) -> None:
 
 
 def run_row(name: str) -> tuple[str, float, list[tuple[str, str, str]]]:
-    """Checks a transformation of all ops: a mark for each, the seconds it took, and what failed."""
+    """Checks a transformation for all ops: a mark for each, the seconds it took, and the failures."""
     marks, failures, start = [], [], time.perf_counter()
     for op in OPS:
         try:
@@ -450,7 +449,7 @@ def run_row(name: str) -> tuple[str, float, list[tuple[str, str, str]]]:
 
 
 def main() -> int:
-    """Prints the matrix, or some of its rows; returns the number of cells that fail."""
+    """Prints the matrix, or some of its rows; returns how many cells fail."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", metavar="WORD", help="only transformations whose names contain one")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the rows (default: %(default)s)")

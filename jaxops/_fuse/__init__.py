@@ -1,4 +1,4 @@
-"""fuse: any JAX function with what it computes found in its jaxpr and run on jaxops."""
+"""fuse: any JAX function, with the ops in its jaxpr found and run on jaxops."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def fuse(
     elsewhere (such as a variance that is also returned), or if the user gave a derivative for them. 16-bit floats are
     rounded once, at the end; the original may round in between.
 
-    The result can be transformed like the function itself, under `jax.jit` or outside of it. jitted functions inside
-    stay functions, compiled once; scans, loops, conditions, `jax.checkpoint` and `jax.shard_map` are looked into, and
-    a checkpoint policy that saves products saves jaxops'. In a `jax.custom_jvp` or `jax.custom_vjp`, only the code
-    that runs without differentiation is looked into. Fuse before differentiating: `jax.grad(jaxops.fuse(loss))`.
+    The result can be transformed like the function itself, inside or outside `jax.jit`. jitted functions inside stay
+    functions, compiled once; scans, loops, conditions, `jax.checkpoint` and `jax.shard_map` are looked into, and a
+    checkpoint policy that saves products saves jaxops'. In a `jax.custom_jvp` or `jax.custom_vjp`, only the code that
+    runs without differentiation is looked into. Fuse before differentiating: `jax.grad(jaxops.fuse(loss))`.
 
     Args:
       f: a function of arrays in any structure. Arguments that are not arrays are options and are not traced.
@@ -53,7 +53,7 @@ def fuse(
       report: called with a :class:`jaxops.FuseReport` whenever the function is traced; `print` shows it.
 
     Returns:
-      A function of the same arguments and results. Outside of `jax.jit` each call traces `f` again.
+      A function with the same arguments and results. Outside `jax.jit` each call traces `f` again.
 
     Raises:
       TypeError: `f` or `report` is not callable.

@@ -1,4 +1,4 @@
-"""Forward-mode differentiation of small arrays in NumPy, by which a match is checked when it is made."""
+"""Forward-mode differentiation on small arrays in NumPy, which checks a match when it is made."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Dual:
         return dual(other) / self
 
     def map(self, move: Callable[[np.ndarray], np.ndarray]) -> Dual:
-        """A linear function of the entries: what moves or adds them."""
+        """A linear function of the entries: it moves or adds them."""
         return Dual(move(self.value), move(self.tangent))
 
     def sum(self, axes) -> Dual:
@@ -79,7 +79,7 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 def _smooth(function: Callable, derivative: Callable) -> Callable[[Dual], Dual]:
-    """A function of one array; derivative: from the argument and the result."""
+    """A function on one array; derivative: from the argument and the result."""
 
     def apply(x: Dual) -> Dual:
         y = function(x.value)
@@ -104,7 +104,7 @@ def select(which: Any, no: Any, yes: Any) -> Dual:
 
 
 def maximum(a: Dual, b: Dual) -> Dual:
-    """With half of each tangent where both are equal, as JAX has it."""
+    """With half of each tangent if both are equal, as in JAX."""
     equal = a.value == b.value
     larger = select(a.value > b.value, b, a)
     return Dual(larger.value, np.where(equal, (a.tangent + b.tangent) / 2, larger.tangent))
@@ -154,7 +154,7 @@ _BINARY: dict[str, Callable[[Dual, Dual], Dual]] = {
     "or": lambda a, b: Dual(a.value | b.value),
 }
 
-#: Primitives that compute each entry from the entries of the operands at the same place.
+#: Primitives that compute each entry from the operands' entries at the same place.
 ELEMENTWISE = frozenset({*_UNARY, *_BINARY, "convert_element_type", "integer_pow", "pow", "select_n", "clamp"})
 
 
@@ -168,7 +168,8 @@ def _converted(x: Dual, dtype: Any) -> Dual | None:
 
 
 def evaluate(name: str, params: dict[str, Any], operands: Sequence[Dual], shape: Sequence[int] = ()) -> Dual | None:
-    """The result of a primitive; shape: that of a result which its operands do not tell. None: it is not known here."""
+    """A primitive's result; shape: the result's shape if the operands do not tell it. None: the result is not known
+    here."""
     first = operands[0] if operands else None
     if name in _UNARY and len(operands) == 1:
         return _UNARY[name](first)
@@ -223,7 +224,7 @@ def evaluate(name: str, params: dict[str, Any], operands: Sequence[Dual], shape:
 
 
 def product(a: Dual, b: Dual, dimension_numbers: Any) -> Dual:
-    """The batch axes first, then the free ones of a and of b."""
+    """The batch axes first, then a's and b's free axes."""
     (contract_a, contract_b), (batch_a, batch_b) = dimension_numbers
     names_a = [f"a{d}" for d in range(len(a.shape))]
     names_b = [f"b{d}" for d in range(len(b.shape))]
@@ -235,7 +236,7 @@ def product(a: Dual, b: Dual, dimension_numbers: Any) -> Dual:
 
 
 def einsum(a: Dual, names_a: Sequence[Any], b: Dual, names_b: Sequence[Any], names: Sequence[Any]) -> Dual:
-    """Of two operands, whose axes have names."""
+    """For two operands, whose axes have names."""
     numbers = {name: i for i, name in enumerate(dict.fromkeys([*names_a, *names_b]))}
     sides = [[numbers[name] for name in axes] for axes in (names_a, names_b, names)]
 
@@ -247,7 +248,7 @@ def einsum(a: Dual, names_a: Sequence[Any], b: Dual, names_b: Sequence[Any], nam
 
 
 def _gathered(x: Dual, indices: np.ndarray, params: dict[str, Any]) -> Dual | None:
-    """A gather of single entries, or of whole axes of size 1."""
+    """A gather that takes single entries, or whole axes of size 1."""
     numbers = params["dimension_numbers"]
     if any(size != 1 for size in _gathered_sizes(x.shape, params)):
         return None
@@ -257,7 +258,7 @@ def _gathered(x: Dual, indices: np.ndarray, params: dict[str, Any]) -> Dual | No
         at[axis] = column
     for axis, place in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         at[axis] = np.arange(x.shape[axis]).reshape([-1 if d == place else 1 for d in range(len(batch))]) + at[axis]
-    # Whole axes: with all their entries, in front of the batch.
+    # Whole axes: with all their entries, before the batch.
     whole = [axis for axis in range(len(x.shape)) if _is_whole(x.shape, params, axis)]
     rank = len(whole) + len(batch)
     for axis in whole:
@@ -273,7 +274,7 @@ def _gathered(x: Dual, indices: np.ndarray, params: dict[str, Any]) -> Dual | No
 
     def move(values):
         found = np.broadcast_to(values[tuple(at)], [*(x.shape[a] for a in whole), *batch])
-        # The axes of slices stand where offset_dims says, the batch's between them.
+        # The slices' axes stand where offset_dims says, the batch's between them.
         offsets = dict(zip(kept, numbers.offset_dims, strict=True))
         sizes = [offsets[a] for a in kept if a not in whole]
         found = np.moveaxis(found, range(len(whole)), [-len(whole) + i for i in range(len(whole))]) if whole else found
@@ -287,7 +288,7 @@ def _gathered(x: Dual, indices: np.ndarray, params: dict[str, Any]) -> Dual | No
 
 
 def _is_whole(shape: Sequence[int], params: dict[str, Any], axis: int) -> bool:
-    """An axis of which a gather takes everything."""
+    """An axis that a gather takes whole."""
     numbers = params["dimension_numbers"]
     indexed = (*numbers.start_index_map, *numbers.operand_batching_dims, *numbers.collapsed_slice_dims)
     return axis not in indexed
@@ -298,7 +299,7 @@ def _gathered_sizes(shape: Sequence[int], params: dict[str, Any]) -> list[int]:
 
 
 def evaluate_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Dual]) -> list[Dual] | None:
-    """The results of an elementwise function of JAX's own, such as relu."""
+    """The results of one of JAX's elementwise functions, such as relu."""
     env = dict(zip(jaxpr.invars, operands, strict=True)) | {
         v: dual(np.asarray(c)) for v, c in zip(jaxpr.constvars, consts, strict=True)
     }

@@ -1,4 +1,4 @@
-"""The nodes between two values, which dimension of each is which, and what they compute of small arrays."""
+"""The nodes between two values, how their dimensions correspond, and the numbers that they compute on small arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Refusal(Exception):  # noqa: N818 (it is no error)
 
 
 def widens(node: Node) -> bool:
-    """A cast of a float that loses nothing."""
+    """A cast between floats that loses nothing."""
     if node.name != "convert_element_type" or not node.inputs[0].is_float:
         return False
     given, made = node.inputs[0].dtype, node.avals[0].dtype
@@ -37,14 +37,14 @@ def widens(node: Node) -> bool:
 
 
 def core(value: Value) -> Value:
-    """What a value is a wider copy of."""
+    """The value whose wider copy this is."""
     while value.name in COPIES or widens(value.node):
         value = value.inputs[0]
     return value
 
 
 def untransposed(value: Value) -> Value:
-    """What a value is a wider or a transposed copy of."""
+    """The value whose wider or transposed copy this is."""
     value = core(value)
     while value.name == "transpose":
         value = core(value.inputs[0])
@@ -75,7 +75,7 @@ def squared(value: Value) -> Value | None:
 def onward(graph: Graph, value: Value, most: int = 12, also: Sequence[str] = ()) -> Iterator[Value]:
     """The values that follow from one through its only user, the user's only user and so on.
 
-    also: primitives that are followed besides those of single entries, moves and gathers.
+    also: primitives that are followed besides operations on single entries, moves and gathers.
     """
     for _ in range(most):
         users = graph.users_of(value)
@@ -118,7 +118,7 @@ def ends(graph: Graph, value: Value, most: int = 24) -> Iterator[Value]:
 
 
 class _Classes:
-    """Dimensions of values that are one and the same."""
+    """Which dimensions of values are the same one."""
 
     def __init__(self):
         self._parent: dict[tuple[Value, int], tuple[Value, int]] = {}
@@ -142,7 +142,7 @@ class _Classes:
         self._parent[self.find(a, i)] = self.find(b, j)
 
     def add(self, node: Node) -> None:
-        """What a node says of its operands' and result's dimensions."""
+        """The relations between the dimensions of a node's operands and result."""
         out = Value(node, 0)
         if node.name in ELEMENTWISE or node.name in COPIES or node.name == "custom_jvp_call":
             for operand in node.inputs:
@@ -196,7 +196,7 @@ class _Classes:
             self.join(value, i, out, d)
 
     def _add_gather(self, node: Node) -> None:
-        """Of single entries or whole axes: axes of the operand that are batch, or indexed by their position."""
+        """Joins a gather of single entries or whole axes: operand axes are batch, or indexed by their position."""
         operand, indices = node.inputs
         out, numbers = Value(node, 0), node.params["dimension_numbers"]
         batch = [d for d in range(len(out.shape)) if d not in numbers.offset_dims]  # where indices' axes are
@@ -216,16 +216,16 @@ class Cone:
 
     Args:
       whole: leaves that are taken as they are.
-      exact: numbers that stand, rounded to a dtype, in what is computed; the check takes them unrounded.
+      exact: numbers that the computation has rounded to a dtype; the check takes them unrounded.
 
     Attributes:
       nodes: in their order, the result's last.
       leaves: values that do not depend on the source, through casts that lose nothing and broadcasts; no scalars that
         are known.
-      reduced: the classes of dimensions over which sums or maxima are taken.
+      reduced: the dimension classes over which sums or maxima are taken.
 
     Raises:
-      Refusal: a node is none of those whose value and derivative are known here.
+      Refusal: a node's value or derivative is not known here.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Cone:
         self._check_uses(graph)
 
     def _read(self, value: Value) -> None:
-        """What a value outside of the cone is made of: a number, a leaf, a one-hot array, several masks."""
+        """The source of a value outside the cone: a number, a leaf, a one-hot array, several masks."""
         if value.number() is not None or value in self._peeled:
             return
         chain, inner = [], value
@@ -271,7 +271,7 @@ class Cone:
             self._read(mask)
 
     def masks_of(self, value: Value) -> list[Value]:
-        """The leaves whose conjunction a mask is."""
+        """The leaves whose conjunction is this mask."""
         if value.number() == 1:
             return []
         while value not in self._peeled and (value.name in MOVES or value.name == "convert_element_type"):
@@ -330,21 +330,21 @@ class Cone:
 
     @property
     def computed(self) -> list[Node]:
-        """The nodes of which nothing remains after a replacement."""
+        """The nodes that a replacement removes entirely."""
         return [node for node in self.nodes if node not in self._shared]
 
     def axes_of(self, value: Value) -> tuple[int, ...]:
-        """The dimensions of a value that are reduced."""
+        """The dimensions along which a value is reduced."""
         return tuple(d for d, c in enumerate(self.classes.of(value)) if c in self.reduced)
 
     def leaf_of(self, value: Value) -> Value | None:
-        """The leaf of which an operand of a node is a copy."""
+        """The leaf that a node's operand copies."""
         while value not in self._peeled and value.name in (*MOVES, "convert_element_type"):
             value = value.inputs[0]
         return self._peeled.get(value, value if value in self.leaves else None)
 
     def reduces_alike(self) -> bool:
-        """Whether all sums and maxima are over the same dimensions of the source."""
+        """Whether all sums and maxima are over the same source dimensions."""
         wanted = {self.classes.find(self.source, d) for d in self.axes_of(self.source)}
         return bool(wanted) and all(
             {self.classes.find(node.inputs[0], a) for a in _axes(node)} == wanted
@@ -353,7 +353,7 @@ class Cone:
         )
 
     def permutation(self) -> tuple[int, ...]:
-        """For each dimension of the result that of the source; a Refusal if they are not the same ones."""
+        """For each dimension of the result, the source's; a Refusal if they are not the same dimensions."""
         places = {c: d for d, c in enumerate(self.classes.of(self.source))}
         found = tuple(places.get(c, -1) for c in self.classes.of(self.out))
         if len(places) < len(self.source.shape) or sorted(found) != list(range(len(self.source.shape))):
@@ -361,7 +361,8 @@ class Cone:
         return found
 
     def places(self, leaf: Value) -> tuple[int | None, ...]:
-        """For each dimension of a leaf that of the source, None for those of size 1; a Refusal if there is another."""
+        """For each dimension of a leaf, the source's, None if its size is 1; a Refusal if a dimension is not the
+        source's."""
         places = {c: d for d, c in enumerate(self.classes.of(self.source))}
         found = tuple(
             None if size == 1 else places.get(c, -1) for size, c in zip(leaf.shape, self.classes.of(leaf), strict=True)
@@ -407,7 +408,7 @@ class Cone:
         )
 
     def evaluate(self, source: Dual, leaves: Sequence[Dual]) -> Dual:
-        """The result on small arrays, without the roundings of casts."""
+        """The result on small arrays, without the casts' roundings."""
         env = {self.source: source}
         given = dict(zip(self.leaves, leaves, strict=True))
         for value, leaf in self._peeled.items():
@@ -457,10 +458,10 @@ def _compared(value: Value) -> list[Value]:
 def added_mask(value: Value) -> tuple[Value, bool, float] | None:
     """The mask if the value is 0 where a key is seen and a large negative number elsewhere.
 
-    So large that nothing is left of a logit to which it is added.
+    So large that a logit vanishes when this is added to it.
 
     Returns:
-      The mask, what it says where a key is seen, the number.
+      The mask, its value for a key that is seen, the number.
     """
     value = stripped(value)
     if value.name != "select_n" or len(value.inputs) != 3 or not value.is_float:
@@ -474,7 +475,7 @@ def added_mask(value: Value) -> tuple[Value, bool, float] | None:
     return None
 
 
-#: The parameters of the known primitives that change what they compute.
+#: The known primitives' parameters that change their values.
 _TELLING = frozenset(
     {
         "axes",
@@ -497,7 +498,7 @@ def _axes(node: Node) -> tuple[int, ...]:
 
 
 def _between(out: Value, source: Value) -> tuple[list[Node], list[Value]]:
-    """The nodes that depend on the source and of which `out` is made, in order; what else they read."""
+    """The nodes between the source and `out`, in order; the other values that they read."""
     depends: dict[Value, bool] = {source: True}
     first = source.node.index
     stack = [out]
@@ -528,12 +529,12 @@ def _between(out: Value, source: Value) -> tuple[list[Node], list[Value]]:
 
 
 def _is_known_function(node: Node) -> bool:
-    """A custom_jvp of JAX's own, such as relu, whose rule is the derivative of what it computes."""
+    """One of JAX's custom_jvp functions, such as relu, whose rule is the function's derivative."""
     return node.name == "custom_jvp_call" and is_of_jax(node.params["call_jaxpr"].jaxpr)
 
 
 def known_value(value: Value, largest: int = 2**26, most: int = 40) -> np.ndarray | None:
-    """The value if it is known at trace time: made of constants and positions."""
+    """The value if it is known at trace time: made from constants and positions."""
     if math.prod(value.shape) > largest:
         return None
     env: dict[Value, Dual] = {}
@@ -566,7 +567,7 @@ def _is_numbers(value: Any) -> bool:
 
 
 def random_operands(cone: Cone, seed: int, scale: float, shift: float) -> tuple[Dual, list[Dual]]:
-    """Rows of the source, and leaves, with tangents, all different."""
+    """Source rows, and leaves, with tangents, all different."""
     rng = np.random.default_rng(seed)
 
     def draw(shape, scale, shift):
@@ -592,9 +593,9 @@ Reference = Callable[..., Dual]
 
 
 def agrees(cone: Cone, reference: Reference, trials: Sequence[tuple[float, float]]) -> bool:
-    """Whether a cone computes what `reference` does, values and tangents, on random rows of several magnitudes.
+    """Whether a cone computes the same values and tangents as `reference`, on random rows with several magnitudes.
 
-    trials: standard deviation and mean of the source's entries.
+    trials: the source entries' standard deviation and mean.
     """
     for value in (cone.source, *cone.leaves):
         if not (value.is_float or value.dtype == np.bool_ or jax.numpy.issubdtype(value.dtype, np.integer)):

@@ -1,4 +1,5 @@
-"""A jaxpr as a graph, in which rules look for ops: who uses a value, and what JAX's own small functions consist of."""
+"""A jaxpr as a graph, in which rules look for ops: who uses a value, and the equations inside JAX's own small
+functions."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from jaxops._fuse._arithmetic import Dual, evaluate
 
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
-#: A jitted function of so many equations at most, without a product or a loop, is seen through, whoever wrote it.
+#: A jitted function with at most so many equations, without a product or a loop, is seen through, whoever wrote it.
 _SMALL = 16
 
 
-#: Primitives that give their operand; `pvary` only types it, inside of a shard_map.
+#: Primitives that give their operand; `pvary` only types it, inside a shard_map.
 COPIES = frozenset({"copy", "copy_p", "pvary", "pcast"})
 
 
 class Value(NamedTuple):
-    """The i-th result of a node."""
+    """A node's i-th result."""
 
     node: Node
     i: int
@@ -93,7 +94,7 @@ class Node:
 
 
 def _is_real(dtype: Any) -> bool:
-    """Whether numbers of the dtype are real, or truth values."""
+    """Whether the dtype holds real numbers or truth values."""
     return dtype == np.bool_ or any(jax.numpy.issubdtype(dtype, kind) for kind in (np.floating, np.integer))
 
 
@@ -102,7 +103,7 @@ def constant(value: Any, aval: ShapedArray) -> Value:
 
 
 def description(value: Value, most: int = 40) -> tuple[Any, list[Any]]:
-    """How a value is computed, hashable, and the arrays and inputs of which it is made, which stand by identity."""
+    """How a value is computed, hashable, and its source arrays and inputs, which stand by identity."""
     numbers: dict[Node, int] = {}
     described, made_of, stack = [], [], [value.node]
     while stack:
@@ -144,7 +145,7 @@ def is_jit(equation_or_node: JaxprEqn | Node) -> bool:
 
 
 def is_of_jax(jaxpr: Jaxpr) -> bool:
-    """Whether the function that the jaxpr was traced from is one of JAX's own."""
+    """Whether JAX's own code defines the function behind the jaxpr."""
     where = getattr(jaxpr.debug_info, "func_src_info", None) or ""
     return where.rpartition(" at ")[2].startswith(_JAX)
 
@@ -163,7 +164,7 @@ def _is_small(jaxpr: Jaxpr) -> bool:
 
 
 def _is_transparent(equation: JaxprEqn) -> bool:
-    """Whether a jit is no boundary to keep: a function of JAX's own or a small one, nothing placed or donated."""
+    """Whether a jit is no boundary to keep: JAX's own function or a small one, nothing placed or donated."""
     if not is_jit(equation):
         return equation.primitive.name in ("closed_call", "core_call")
     params, jaxpr = equation.params, equation.params["jaxpr"].jaxpr
@@ -183,7 +184,7 @@ _FOLDED = frozenset(
 
 
 class Graph:
-    """The nodes of a jaxpr in their order, transparent jits inlined, computations of known scalars folded."""
+    """A jaxpr's nodes in their order, transparent jits inlined, computations on known scalars folded."""
 
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]):
         self.nodes: list[Node] = []
@@ -252,7 +253,7 @@ class Graph:
 
 
 def _folded(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value] | None:
-    """What is known of an equation without running it; `jnp.var` hands its ddof to a jit, and chooses by it."""
+    """An equation's result if it is known without running it; `jnp.var` hands its ddof to a jit, and chooses by it."""
     name, avals = equation.primitive.name, [v.aval for v in equation.outvars]
     if name == "select_n" and (which := inputs[0].number()) is not None:
         chosen = inputs[1 + int(which)]

@@ -1,4 +1,4 @@
-"""What a rule finds."""
+"""Matches and near misses that a rule finds, and the search in which it finds them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxops._fuse._graph import Graph, Node, Value, description
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Match:
-    """A value, or several, that one of jaxops' ops computes.
+    """A value, or several, that a jaxops op computes.
 
     Attributes:
-      op: the name of jaxops' function.
+      op: the jaxops function's name.
       out: the value.
-      operands: what `build` takes.
-      build: gives the value, of the same shape and dtype, from arrays; with `others` a tuple, the value first.
-      nodes: what is not computed any more.
-      note: other parts of the match, such as "with bias and gelu".
+      operands: the arguments for `build`.
+      build: gives the value, with the same shape and dtype, from arrays; with `others` a tuple, the value first.
+      nodes: the nodes that are not computed any more.
+      note: the match's other parts, such as "with bias and gelu".
       others: values that the op computes besides.
     """
 
@@ -40,7 +40,7 @@ class Match:
 
 
 class Search:
-    """A graph in which rules look, what they have taken, and which checks were made."""
+    """A graph in which rules look, the nodes that they have taken, and the checks that were made."""
 
     def __init__(self, graph: Graph, checked: dict):
         self.graph = graph
@@ -48,14 +48,14 @@ class Search:
         self._checked = checked
 
     def agrees(self, cone: Cone, what: tuple, reference: Reference, trials: Sequence[tuple[float, float]]) -> bool:
-        """As `agrees`; what: the reference, hashable. Layers that are alike are checked once."""
+        """As `agrees`; what: the reference, hashable. Equal layers are checked once."""
         key = (*cone.key(), what)
         if key not in self._checked:
             self._checked[key] = agrees(cone, reference, trials)
         return self._checked[key]
 
     def remembered(self, key: tuple, value: Value, compute: Callable[[], Any]) -> Any:
-        """compute(), once for all values that are computed alike from the same constants, as those of each layer."""
+        """compute(), once for all values that are computed alike from the same constants, as in each layer."""
         described, constants = description(value)
         key = (*key, described)
         if key not in self._checked:

@@ -1,4 +1,4 @@
-"""Policies of jax.checkpoint, which know products by the primitive that they had before they were replaced."""
+"""jax.checkpoint policies, which know products by the primitive that they had before they were replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of `fuse`: the parts on jaxops, their share of the program, and near misses."""
+"""The report of `fuse`: the parts on jaxops, their share in the program, and near misses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Replacement:
       op: jaxops' function.
       operands: the operands' shapes and dtypes, such as `bf16[8,128]`.
       result: the result's shape and dtype.
-      note: other parts of the match, such as "with scale and bias".
+      note: the match's other parts, such as "with scale and bias".
       line: where the model computes it.
       scope: the `jax.named_scope` names around it.
-      times: how often a call of the function runs it; None if a `while` loop decides.
-      flops: multiplications and additions of its products in one run.
+      times: how often a function call runs it; None if a `while` loop decides.
+      flops: multiplications and additions in its products, for one run.
       bytes: bytes that its equations read and write if each runs alone.
     """
 
@@ -42,14 +42,14 @@ class Replacement:
 
 @dataclasses.dataclass(frozen=True)
 class NearMiss:
-    """A part that looks like one of jaxops' ops and stays XLA's.
+    """A part that looks like a jaxops op and stays XLA's.
 
     Attributes:
       what: the op that it resembles.
       why: why it is not replaced.
       line: where the model computes it.
       scope: the `jax.named_scope` names around it.
-      times: how often a call of the function runs it; None if a `while` loop decides.
+      times: how often a function call runs it; None if a `while` loop decides.
     """
 
     what: str
@@ -66,8 +66,8 @@ class FuseReport:
     Attributes:
       replaced: the parts that run on jaxops, in the order found.
       near_misses: parts that resemble an op but stay with XLA, with the reason.
-      left: how many operations of each kind stay XLA's, each counted where it stands, not how often it runs.
-      flops: multiplications and additions of the products of matrices that run on jaxops, and of all.
+      left: how many operations stay XLA's, by kind, each counted where it stands, not how often it runs.
+      flops: multiplications and additions in the matrix products that run on jaxops, and in all.
       bytes: bytes that the replaced equations, and all equations, read and write if each runs alone.
     """
 
@@ -79,7 +79,7 @@ class FuseReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of each op were found, each counted where it stands."""
+        """How often each op was found, counted where it stands."""
         return dict(collections.Counter(found.op for found in self.replaced))
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ _UNCOUNTED = frozenset(
 
 
 class Found:
-    """Collects what a program and those in it have; sums of work count how often each runs."""
+    """Collects the entries of a program and the programs in it; sums of work count how often each runs."""
 
     def __init__(self):
         self.replaced: list[Replacement] = []
@@ -162,7 +162,7 @@ class Found:
         self.flops, self.bytes = [0, 0], [0, 0]
 
     def add(self, item: Match | Miss) -> None:
-        """A match or a near miss of the program itself."""
+        """A match or a near miss in the program itself."""
         if isinstance(item, Miss):
             self.near_misses.append(NearMiss(item.what, item.why, item.node.line, str(item.node.names), 1))
             return
@@ -177,7 +177,7 @@ class Found:
         self._add_work(flops, moved, by_jaxops=True)
 
     def add_node(self, node: Node, inner: Found) -> None:
-        """An equation that stays, and what was found inside it."""
+        """An equation that stays, and the parts found inside it."""
         if next(inner_jaxprs(node.params), None) is not None:
             self.include(inner)
             return
@@ -202,7 +202,7 @@ class Found:
                 mine[i] += times * theirs[i]
 
     def repeat(self, times: int | None) -> None:
-        """All of it runs so often; None: a loop decides, and sums count it once."""
+        """All entries run so often; None: a loop decides, and sums count it once."""
 
         def repeated(item: Any) -> Any:
             known = times is not None and item.times is not None
@@ -214,7 +214,7 @@ class Found:
             total[:] = [amount * (1 if times is None else times) for amount in total]
 
     def report(self) -> FuseReport:
-        """What the user gets."""
+        """The report that the user gets."""
         return FuseReport(
             tuple(self.replaced), tuple(self.near_misses), dict(self.left), tuple(self.flops), tuple(self.bytes)
         )

@@ -1,4 +1,4 @@
-"""A jaxpr with what matches replaced, as a function that JAX can transform: inner programs too, each once."""
+"""A jaxpr with its matches replaced, as a function that JAX can transform: inner programs too, each once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rewriter:
     """Rewrites programs for one fused function.
 
     Inner programs are remembered by identity: a jitted layer that is called many times stays one function, and a
-    function that is called again outside of jit runs what was compiled.
+    function that is called again outside jit runs the compiled program.
     """
 
     def __init__(self, only: frozenset[str]):
@@ -39,7 +39,7 @@ class Rewriter:
         self._inner: dict[Any, tuple[Any, ClosedJaxpr, _report.Found]] = {}
 
     def __call__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Callable[..., list[Any]], _report.Found]:
-        """A function of the program's inputs, and what was found in it."""
+        """A function of the program's inputs, and the parts that were found in it."""
         graph = Graph(jaxpr, consts)
         found = _report.Found()
         replaced: dict[Value, Match] = {}
@@ -58,7 +58,7 @@ class Rewriter:
         return functools.partial(_run, graph, steps, prepared), found
 
     def search(self, graph: Graph) -> list[Match | _rules.Miss]:
-        """What is found; ops with several results alone if all can still be computed in some order."""
+        """The matches; ops with several results only if all can still be computed in some order."""
         joins = True
         while True:
             items = list(_rules.search(Search(graph, self._checked), self.only, joins))
@@ -69,7 +69,7 @@ class Rewriter:
             joins = False
 
     def _prepared(self, node: Node, found: _report.Found) -> Callable[..., Any]:
-        """What computes a node: its primitive, with its inner programs rewritten."""
+        """The function that computes a node: its primitive, with its inner programs rewritten."""
         params = node.params
         if is_jit(node):
             params = params | {"jaxpr": self._closed(params["jaxpr"], found)}
@@ -85,7 +85,7 @@ class Rewriter:
             function = jax.extend.core.jaxpr_as_fun(inner)
             return jax.checkpoint(function, prevent_cse=params["prevent_cse"], policy=policy)
         elif node.name in _OWN_RULES and isinstance(params.get("call_jaxpr"), ClosedJaxpr):
-            # The rules stay the user's: what is rewritten runs only where nothing is differentiated.
+            # The rules stay the user's: rewritten code runs only without differentiation.
             params = params | {"call_jaxpr": self._closed(params["call_jaxpr"], found)}
         elif node.name == "shard_map":
             function, inside = self(params["jaxpr"], ())
@@ -138,7 +138,8 @@ def _assert_same_types(before: Jaxpr, after: Jaxpr) -> None:
 
 
 def _ordered(graph: Graph, replaced: dict[Value, Match]) -> list[Node | Match] | None:
-    """What must run, as near to the program's order as can be; what only replaced parts needed is left out.
+    """The nodes that must run, as near to the program's order as possible; nodes that only replaced parts needed are
+    left out.
 
     None: parts need each other's results.
     """

@@ -1,4 +1,4 @@
-"""The attention kernels: shapes and axes of their operands, and their rules."""
+"""The attention kernels: their operands' shapes and axes, and their rules."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jaxops.ops import _attention_plain as plain
 from jaxops.ops import _attention_support as support
 from jaxops.ops._attention_plain import Call, Named
 
-#: The axes of operands and results: batch, queries t, keys s, key heads h, group g (queries' heads of a key head),
-#: depth d, features e, n: query, key and value of a joint array. "?": of the axis' size or 1, along which the array is
-#: constant (a result: summed). "joint": query, key and value in one array, behind each other for each head.
+#: The operands' and results' axes: batch, queries t, keys s, key heads h, group g (the query heads that share a key
+#: head), depth d, features e, n: a joint array's query, key and value. "?": the axis' size or 1, along which the array
+#: is constant (a result: summed). "joint": query, key and value in one array, consecutive for each head.
 _OPTIONS = {
     "bias": ("b?", "h?", "g?", "t?", "s"),
     "mask": ("b?", "h?", "g?", "t?", "s"),
@@ -48,27 +48,27 @@ AXES |= {f"d{name}": AXES[name] for name in (*_MAIN, "bias", "sinks")}
 #: In the order in which kernels take them.
 _ORDER = tuple(AXES)
 
-#: What every device needs whole, whatever else is split.
+#: The axes that every device needs whole, whatever else is split.
 _WHOLE = ("s", "d", "e", "n")
 
-#: What a joint operand stands for, and the gradients.
+#: The operands that a joint operand stands for, and the gradients.
 _SEPARATE, _GRADIENTS = ("query", "key", "value"), ("dquery", "dkey", "dvalue")
 
 #: The gradients that are summed over query heads if these are taken apart; the keys of a block in the backward kernel,
 #: and fewer blocks than this are few: four for each of an H200's multiprocessors.
 _APART, _BLOCK_KEYS, _FEW_BLOCKS = ("dkey", "dvalue"), 128, 4 * 132
 
-#: The names of the residuals, for policies of jax.checkpoint.
+#: The residuals' names, for jax.checkpoint's policies.
 OUT_NAME, LSE_NAME = "jaxops_attention_out", "jaxops_attention_lse"
 
 
 class _AttentionKernel(Kernel):
-    """A function of attention's operands, which are known by name.
+    """A function of attention's operands, which go by name.
 
-    Parameters of a call: `names`, those of the operands; `wanted`, those of the results; `call`.
+    A call's parameters: `names`, the operands; `wanted`, the results; `call`.
     """
 
-    #: Those in which it is linear.
+    #: The operands in which it is linear.
     linear: frozenset[str] = frozenset()
 
     def __init__(self, name: str, compute: Callable[[Call, Named, Sequence[str]], list[jax.Array]], **options: Any):
@@ -97,7 +97,7 @@ class _AttentionKernel(Kernel):
         def result(name):
             of = name.removeprefix("d")
             shape = x[of].shape if of in x else tuple(sizes[axis] for axis in AXES[name])
-            dtype = next(iter(x.values())).dtype  # of the query
+            dtype = next(iter(x.values())).dtype  # the query's
             return ShapedArray(shape, accumulator(dtype) if of in ("lse", "bias") else dtype)
 
         return [result(name) for name in wanted]
@@ -126,7 +126,7 @@ class _AttentionKernel(Kernel):
         return _joined(wanted, self._compute(call, separated, _separate_names(wanted)))
 
     def local(self, run, shards, scatter, *operands, names, wanted, call) -> list[jax.Array]:
-        """On a part of the queries, whose first one is told at run time; sums over what is split are summed."""
+        """On a part of the queries; the first one's position comes at run time; sums over split axes are summed."""
         x = dict(zip(names, operands, strict=True))
         layout = self.layout(*operands, names=names, wanted=wanted, call=call)
         over = shards.get("t")
@@ -147,7 +147,7 @@ class _AttentionKernel(Kernel):
         return found
 
     def _local_of_joint(self, run, shards, scatter, x, wanted, call) -> list[jax.Array]:
-        """The same for a joint operand: of other devices' parts only keys and values are needed."""
+        """It does the same for a joint operand: from other devices it needs only keys and values."""
         over = shards["t"]
         joint = x.pop("joint")
         rest = lax.all_gather(joint[..., 1:, :], over, axis=1, tiled=True)
@@ -162,14 +162,14 @@ class _AttentionKernel(Kernel):
         return _joined(wanted, out)
 
     def batch(self, operands, dims, *, names, wanted, call):
-        """The mapped axis becomes one with the batch; or, if all keys are the same, with the heads of a group."""
+        """The mapped axis becomes one with the batch; or, if all keys are the same, with a group's heads."""
         x = dict(zip(names, operands, strict=True))
         mapped = {name: dim for name, dim in zip(names, dims, strict=True) if dim is not None}
         size = next(x[name].shape[dim] for name, dim in mapped.items())
         forward = all(name in ("out", "lse") for name in wanted)
         into = "g" if forward and all("g" in "".join(AXES[name]) for name in mapped) else "b"
         sizes = _sizes({name: _without(x[name], mapped.get(name)) for name in names})
-        # A sum over the batch is one of each mapped entry's.
+        # A sum over the batch is a sum for each mapped entry.
         keep = [name.removeprefix("d") for name in wanted if AXES[name][0] == "b?"]
         moved = [
             _fold(value, mapped.get(name), AXES[name], into, size, sizes, spread=name in keep)
@@ -197,7 +197,7 @@ class _AttentionKernel(Kernel):
         return self.why_not(dict(zip(names, operands, strict=True)), call) is None
 
     def flops(self, *operands, names, wanted, call) -> int:
-        """Those of the products, of what positions leave to be seen."""
+        """The products' operations, for the keys that positions leave visible."""
         x = dict(zip(names, operands, strict=True))
         sizes = _sizes(x)
         if not all(isinstance(d, int) for d in sizes.values()):
@@ -223,7 +223,7 @@ class _AttentionKernel(Kernel):
         return jvp_of_linear(self, linear, primals, tangents, names=names, **params)
 
     def _split(self, operands: Sequence[Any], names: Sequence[str]) -> tuple[Named, dict[str, ShapedArray]]:
-        """The operands in which it is not linear; the types of those to whose cotangents a transpose leads."""
+        """The operands in which it is not linear; the types of the operands whose cotangents a transpose computes."""
         undefined = {n: x.aval for n, x in zip(names, operands, strict=True) if ad.is_undefined_primal(x)}
         if not set(undefined) <= self.linear:
             raise NotImplementedError(f"{self.name} cannot be transposed in {', '.join(undefined)}; use jax.vjp")
@@ -292,7 +292,7 @@ class _AttentionKernel(Kernel):
         return support.forward_workspace(*(sizes[axis] for axis in "btshgd"), lines)
 
     def _attributes(self, x: Named, wanted: Sequence[str]) -> dict[str, Any]:
-        """Those beside both handlers' own."""
+        """The attributes beside the ones that both handlers share."""
         del x, wanted
         return {}
 
@@ -332,7 +332,7 @@ def _for_handlers(x: Named) -> Named:
 
 
 def _separated(x: Named) -> Named:
-    """With the parts of a joint operand, and of its tangent, in its place."""
+    """With a joint operand's parts, and its tangent's parts, in its place."""
     found = {}
     for name, value in x.items():
         prefix = name.removesuffix("joint")
@@ -345,7 +345,7 @@ def _separated(x: Named) -> Named:
 
 
 def _separate_names(wanted: Sequence[str]) -> list[str]:
-    """The results of a call with separate operands."""
+    """The results for separate operands."""
     return [n for name in wanted for n in (_GRADIENTS if name == "djoint" else (name,))]
 
 
@@ -367,9 +367,9 @@ def _separated_types(x: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _reach_lines(given: Named, sizes: Mapping[str, Any]) -> Any:
-    """How many batches, or batches and heads, may differ in what segments or the mask let them see; 0: there are none.
+    """How many batches, or batches and heads, segments or the mask may treat differently; 0: neither is given.
 
-    given: in the handlers' shapes. They find no ranges from masks of single heads that share a key head.
+    given: in the handlers' shapes. They find no ranges from masks for single heads that share a key head.
     """
     if "query_segments" in given:
         return sizes["b"]
@@ -414,7 +414,7 @@ class _Forward(_AttentionKernel):
     """The result and the logsumexp."""
 
     def as_dot_general(self, *operands, names, **_):
-        """The product of weights and values, with a batch of every head."""
+        """The product of weights and values, with a batch for every head."""
         x = _separated_types(dict(zip(names, operands, strict=True)))
         *batch, queries, heads, _ = x["query"].shape
         *_, keys, _, features = x["value"].shape
@@ -436,7 +436,7 @@ class _Forward(_AttentionKernel):
 
 
 class _Tangent(_AttentionKernel):
-    """The tangents of both, linear in those of the operands."""
+    """The tangents of both, linear in the operands' tangents."""
 
     linear = frozenset((*_GRADIENTS, "djoint", "dbias", "dsinks"))
 
@@ -459,7 +459,7 @@ class _Tangent(_AttentionKernel):
 
 
 class _Backward(_AttentionKernel):
-    """The gradients of the operands, linear in the cotangents of the results."""
+    """The operands' gradients, linear in the results' cotangents."""
 
     linear = frozenset(("dout", "dlse"))
 

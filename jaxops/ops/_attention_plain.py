@@ -1,12 +1,12 @@
 """Attention in plain JAX, by tiles of queries and keys: its values, gradients and tangents, without a [T, T] array.
 
-Every tile of logits is computed where it is needed, from queries and keys, and its weights from the logsumexp of their
-row (Dao et al., FlashAttention, 2022). What is accumulated over tiles is linear in the accumulators, except in the
-forward pass, which no derivative goes through; each tile is under `jax.checkpoint`. So derivatives of any order keep a
-few numbers a token, too.
+Each pass computes every tile of logits when it needs it, from queries and keys, and the weights from their row's
+logsumexp (Dao et al., FlashAttention, 2022). Sums over tiles are linear in the accumulators, except in the forward
+pass, through which no derivative goes; each tile is under `jax.checkpoint`. So derivatives of any order keep only a few
+numbers a token, too.
 
 Arrays are [batch, queries, key heads, group, depth] and [batch, keys, key heads, depth]; accumulators have the heads
-in front of the tokens. All sums are in f32 (f64 for f64).
+before the tokens. All sums are in f32 (f64 for f64).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Named = dict[str, "jax.Array | None"]
 
 
 class Call(NamedTuple):
-    """What an attention does, apart from its operands.
+    """The computation of an attention: everything except its operands.
 
     logits = cap(scale <query, key>) + bias, with cap(x) = soft_cap tanh(x / soft_cap) unless soft_cap is 0. Query i
     sees the keys j that mask, lengths and segments leave it, with j <= i if causal, i - left <= j <= i + right for
     window = (left, right), in which -1 is no limit.
 
-    precision: that of f32 products. xla: XLA's operations were asked for.
+    precision: the precision of f32 products. xla: the caller asked for XLA's operations.
     """
 
     scale: float
@@ -53,40 +53,40 @@ class Call(NamedTuple):
 
     @property
     def positional(self) -> bool:
-        """Whether positions decide what is seen."""
+        """Whether positions decide which keys are seen."""
         return self.limits != (None, None)
 
 
 # Tiles
 
-#: The most tokens of which all logits are computed at once.
+#: The most tokens whose logits are computed all at once.
 WHOLE = 1024
 
 
 def _block(tokens: int, matrices: Any) -> int:
-    """The size of tiles along an axis of so many tokens."""
+    """The tile size along an axis with so many tokens."""
     many = matrices if isinstance(matrices, int) else 1
     return min(tokens, 512 if many <= 256 else 256 if many <= 1024 else 128)
 
 
 class _Tiles:
-    """The tiles of a call's queries and keys that may be seen."""
+    """A call's tiles of queries and keys that may be seen."""
 
     def __init__(self, call: Call, x: Named):
         self.call, self.x = call, x
         self.batch, self.queries, self.heads, self.group, _ = x["query"].shape
         self.keys = x["key"].shape[1]
         sizes = (self.queries, self.keys)
-        # Symbolic sizes, as of exported functions, have no tiles.
+        # Symbolic sizes, as in exported functions, have no tiles.
         whole = any(not isinstance(size, int) for size in sizes) or max(sizes) <= WHOLE
         matrices = self.batch * self.heads * self.group
         self.blocks = sizes if whole else tuple(_block(size, matrices) for size in sizes)
-        if not whole and self.queries == self.blocks[0]:  # few queries: longer tiles of keys
+        if not whole and self.queries == self.blocks[0]:  # few queries: longer key tiles
             self.blocks = (self.queries, min(self.keys, 512 * max(1, 512 // max(self.queries, 1))))
         self.wide = accumulator(x["query"].dtype)
 
     def _of_rows(self, xp: Any, counts: tuple[int, int]) -> tuple[Any, Any]:
-        """For each row of tiles the first of which something may be seen, and how many there are."""
+        """For each row of tiles, the first tile with a visible key, and how many there are."""
         (rows, columns), (first, last) = self.blocks, self.call.limits
         if self.x.get("query_offset") is not None:
             first = last = None
@@ -103,7 +103,7 @@ class _Tiles:
         """step over all tiles."""
         if 0 in (self.queries, self.keys):
             return carry
-        like = self.x["query"]  # inside shard_map what is carried must vary as what is added does
+        like = self.x["query"]  # inside shard_map the carried values must vary as the added ones do
         carry = {name: vary_alike([value, like])[0] for name, value in carry.items()}
         if self.blocks == (self.queries, self.keys):
             return step(carry, _Tile(self, 0, 0))
@@ -114,14 +114,14 @@ class _Tiles:
 
         counts = tuple(-(-size // block) for size, block in zip((self.queries, self.keys), self.blocks, strict=True))
         number = jnp.arange(int(np.sum(self._of_rows(np, counts)[1])))
-        # Not from a table: what is lowered through custom_partitioning may have no constants.
+        # Not from a table: a function lowered through custom_partitioning may have no constants.
         low, many = self._of_rows(jnp, counts)
         ends = jnp.cumsum(many)
         i = jnp.sum(number[:, None] >= ends, 1)
         return lax.scan(body, carry, (i, number - (ends - many - low)[i]))[0]
 
     def zeros(self, name: str) -> jax.Array:
-        """An accumulator for a result of an operand's shape, heads first."""
+        """An accumulator for a result with an operand's shape, heads first."""
         return jnp.zeros_like(_heads_first(self.x[name]), self.wide)
 
     def einsum(self, subscripts: str, *operands: jax.Array) -> jax.Array:
@@ -135,12 +135,13 @@ def _heads_first(x: jax.Array) -> jax.Array:
 
 
 def heads_last(x: jax.Array) -> jax.Array:
-    """[batch, heads..., tokens, depth] with the tokens in front of the heads."""
+    """[batch, heads..., tokens, depth] with the tokens before the heads."""
     return jnp.moveaxis(x, -2, 1)
 
 
 class _Tile:
-    """One tile. The last ones of an axis begin early enough to be whole; what is another tile's is not seen in them."""
+    """One tile. An axis' last tiles begin early enough to be whole; entries that another tile covers are not seen in
+    them."""
 
     def __init__(self, tiles: _Tiles, i: Any, j: Any):
         self.tiles, self.x, self.call = tiles, tiles.x, tiles.call
@@ -172,17 +173,17 @@ class _Tile:
         return lax.dynamic_slice_in_dim(x, positions[0], positions.shape[0], axis)
 
     def queries(self, x: jax.Array, axis: int = 1, clean: bool = True) -> jax.Array:
-        """This tile's part of an array along its axis of queries; 0 beyond the lengths, where there may be anything."""
+        """This tile's part of an array along its query axis; 0 beyond the lengths, where operands may hold anything."""
         x = self._part(x, axis, self._rows, self.tiles.queries)
         return _cleaned(x, self.valid_queries, axis) if clean else x
 
     def keys(self, x: jax.Array, axis: int = 1, clean: bool = True) -> jax.Array:
-        """The same along its axis of keys."""
+        """The same along its key axis."""
         x = self._part(x, axis, self._columns, self.tiles.keys)
         return _cleaned(x, self.valid_keys, axis) if clean else x
 
     def put(self, x: jax.Array, part: jax.Array, axes: dict[int, str]) -> jax.Array:
-        """x with its part in this tile replaced; axes: those of queries and keys; one of size 1 is whole."""
+        """x with its part in this tile replaced; axes: the query and key axes; an axis of size 1 is whole."""
         if x.shape == part.shape:
             return part
         starts = [jnp.int32(0)] * x.ndim
@@ -269,7 +270,7 @@ def forward(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
     features = x["value"].shape[-1]
     if x.get("sinks") is None:
         largest, total = jnp.full(rows, -jnp.inf, wide), jnp.zeros(rows, wide)
-    else:  # one more logit of each row, without a value
+    else:  # one more logit for each row, without a value
         largest = jnp.broadcast_to(x["sinks"].astype(wide)[..., None], rows)
         total = jnp.where(largest == -jnp.inf, 0, jnp.ones(rows, wide))
     carry = {"max": largest, "sum": total, "out": jnp.zeros((*rows, features), wide)}
@@ -306,10 +307,10 @@ def forward(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(call: Call, x: Named, wants_bias: bool) -> list[jax.Array]:
-    """The gradients of query, key, value and, if wanted, bias.
+    """The gradients for query, key, value and, if wanted, bias.
 
-    From what `forward` takes, its results "out" and "lse", and their cotangents "dout" and "dlse" (or None):
-    ds = p (<dout, value> - <dout, out> + dlse), p = exp(logits - lse).
+    From the operands of `forward`, its results "out" and "lse", and their cotangents "dout" and "dlse" (or None): ds =
+    p (<dout, value> - <dout, out> + dlse), p = exp(logits - lse).
     """
     tiles = _Tiles(call, x)
     wide = tiles.wide
@@ -390,7 +391,7 @@ def sink_weights(sinks: jax.Array, sums: jax.Array) -> jax.Array:
 
 
 def sink_gradient(x: Named) -> jax.Array:
-    """That of the sinks, from what `backward` takes: sum(p_sink (dlse - <dout, out>))."""
+    """The sinks' gradient, from the operands of `backward`: sum(p_sink (dlse - <dout, out>))."""
     wide = x["lse"].dtype
     inner = jnp.einsum("btkge,btkge->bkgt", x["out"].astype(wide), x["dout"].astype(wide))
     moved = -inner if x.get("dlse") is None else x["dlse"] - inner
@@ -402,7 +403,7 @@ def sink_gradient(x: Named) -> jax.Array:
 
 
 def logits_count(call: Call, queries: int, keys: int) -> int:
-    """How many logits of a head positions leave to be seen."""
+    """How many of a head's logits positions leave visible."""
     first, last = call.limits
     rows = np.arange(queries)
     low = 0 if first is None else np.clip(rows + first, 0, keys)

@@ -19,10 +19,10 @@ LONGEST = 2**29
 #: The compute capability that the kernels are compiled for.
 CAPABILITY = "9.0"
 
-#: The rows of queries, of all heads that share a key head, up to which a kernel splits the keys among blocks.
+#: A kernel splits the keys among blocks up to this many query rows, counting all heads that share a key head.
 FEW_ROWS = 64
 
-#: Multiprocessors of the GPU on which the choice of splits was measured.
+#: Multiprocessors on the GPU on which the choice of splits was measured.
 _MULTIPROCESSORS = 132
 
 
@@ -31,7 +31,7 @@ def why_not(operands: Mapping[str, Any]) -> str | None:
 
     Args:
       operands: arrays or types by name: query [batch, queries, key heads, group, depth], key and value [batch, keys,
-        key heads, depth]; others, where there are any.
+        key heads, depth]; and others if they are given.
     """
     query, value = operands["query"], operands["value"]
     if query.dtype.name not in DTYPES:
@@ -63,9 +63,9 @@ def _rounded(size: Any) -> Any:
 
 
 def key_splits(batch: Any, key_heads: Any, rows: Any, keys: Any, depth: int) -> int:
-    """Into how many parts the kernel of few queries splits the keys; 0: such a call is for the other kernel.
+    """Into how many parts the kernel for few queries splits the keys; 0: the call is for the other kernel.
 
-    A part costs a block as much as two blocks of keys before it begins; blocks run in waves.
+    A part costs a block as much as two key blocks before it begins; blocks run in waves.
 
     Args:
       rows: queries times the heads that share a key head.
@@ -83,7 +83,7 @@ def key_splits(batch: Any, key_heads: Any, rows: Any, keys: Any, depth: int) -> 
 
 
 def _reach(lines: Any, queries: Any) -> Any:
-    """Words of what queries or keys see, each and by 64: two and four numbers."""
+    """Words for the ranges that queries or keys see, each and by 64: two and four numbers."""
     return _rounded(2 * lines * queries) + 4 * lines * _blocks(queries, 64)
 
 
@@ -92,12 +92,12 @@ def _is_some(lines: Any) -> bool:
 
 
 def forward_workspace(batch: Any, queries: Any, keys: Any, key_heads: Any, group: Any, depth: int, lines: Any) -> Any:
-    """How many s32: counters; with segments or a mask the ranges of keys that queries see.
+    """How many s32: counters; with segments or a mask, the key ranges that queries see.
 
-    If keys are split, for each part a result and two numbers for each query: by that the handler knows of it.
+    If keys are split, for each part a result and two numbers for each query: their presence tells the handler.
 
     Args:
-      lines: batches, or batches and heads, that may differ in what they see; 0: there are no segments and no mask.
+      lines: batches, or batches and heads, that may see different keys; 0: there are no segments and no mask.
     """
     total = 4 + (_reach(lines, queries) if _is_some(lines) else 0)
     splits = key_splits(batch, key_heads, queries * group, keys, depth)
@@ -107,7 +107,7 @@ def forward_workspace(batch: Any, queries: Any, keys: Any, key_heads: Any, group
 def backward_workspace(batch: Any, heads: Any, queries: Any, keys: Any, depth: int, lines: Any) -> Any:
     """How many s32: two numbers a query; with segments or a mask ranges, too.
 
-    Up to a depth of 128 also the query's gradient in f32 and counters.
+    Up to depth 128 also the query's gradient in f32 and counters.
     """
     padded, block = (64, 128) if depth <= 64 else (128, 64) if depth <= 128 else (0, 64)
     blocks = _blocks(queries, block)

@@ -1,8 +1,8 @@
-"""The kernels of the cross entropy and of logsumexp, and their derivatives.
+"""The kernels for the cross entropy and logsumexp, and their derivatives.
 
-Of logits z = x, or cap tanh(x / cap), a kernel gives each row's origin (its maximum), total = sum(exp(z - origin)), the
-label's logit and, if it is wanted, the sum of z; what is made of these is XLA's: [rows]-sized. So one backward kernel
-serves whatever becomes of them: dx = (dtotal exp(z - origin) + dsum + dpicked [column is the label's]) dz/dx.
+For logits z = x, or cap tanh(x / cap), a kernel gives each row's origin (its maximum), total = sum(exp(z - origin)),
+the label's logit and, if it is wanted, the sum of z; XLA computes the rest from these, [rows]-sized. So one backward
+kernel serves every loss: dx = (dtotal exp(z - origin) + dsum + dpicked [column is the label's]) dz/dx.
 ffi/ops/cross_entropy/cross_entropy.h says more.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxops._rows import Named, RowKernel, Rows, accumulator
 
-#: No column of any vocabulary.
+#: No vocabulary has this column.
 NO_LABEL = np.int32(-(2**31))
 
 
@@ -84,7 +84,7 @@ def _tangent(rows, x, labels, where, origin, dx, *, dtype, cap):
 
 
 def plain_tangent(x, labels, origin, dx, cap):
-    """The tangents of each row's total, picked and sum, of logits [rows, columns], from that of x."""
+    """The tangents of each row's total, picked and sum, for logits [rows, columns], from x's tangent."""
     return _tangent(Rows((1,)), x, labels, None, origin, dx, dtype=None, cap=cap)
 
 
@@ -97,12 +97,12 @@ def _plain_both(rows, x, labels, where, dlog, dpicked, dsum, *, dtype, cap, z_lo
 
 
 def log_total(total):
-    """log(total), with a derivative of 0 where nothing was summed."""
+    """log(total), with derivative 0 if nothing was summed."""
     return jnp.where(total == 0, -jnp.inf, jnp.log(jnp.where(total == 0, 1, total)))
 
 
 def total_cotangent(dlog, origin, total, z_loss):
-    """That of `total`, if logsumexp has dlog, and dlog z_loss logsumexp^2 is added to what is differentiated."""
+    """The cotangent of `total`, if logsumexp's is dlog and dlog z_loss logsumexp^2 is added to the loss."""
     slope = 1 + 2 * z_loss * (origin + jnp.log(total)) if z_loss else 1
     return jnp.where(dlog == 0, 0, dlog * slope / total)
 
@@ -110,7 +110,7 @@ def total_cotangent(dlog, origin, total, z_loss):
 class Parts:
     """The rows' labels where the columns are split over the mesh axes `over`, as each device's own.
 
-    labels: as columns of this device's part, NO_LABEL where another one has it.
+    labels: as columns in this device's part, NO_LABEL if another one has it.
     """
 
     def __init__(self, labels, width, over: tuple[str, ...]):
@@ -125,7 +125,7 @@ class Parts:
         self.labels = jnp.where(self._own, labels - first, NO_LABEL)
 
     def join(self, origin, total, picked, sum):
-        """The values of whole rows, from those of every device's part: a maximum is exchanged, then sums as one."""
+        """Whole rows' values, from every device's part: the devices exchange a maximum, then the sums as one."""
         max = jax.lax.pmax(jnp.where(total == 0, -jnp.inf, origin), self.over)
         joint = jnp.where(jnp.isfinite(max), max, 0)
         values = [total * jnp.exp(jnp.where(total == 0, 0, origin - joint))]
@@ -146,7 +146,7 @@ class _Kernel(RowKernel):
         return super().ffi_call(results, *operands, aliases={0: 0} if in_place else None, **attributes)
 
     def call(self, how: str | None, *operands, axes, results=(), **params):
-        """A call in the program of one device, by `how` ("call_target" or "plain"); None: as a primitive."""
+        """A call in one device's program, by `how` ("call_target" or "plain"); None: as a primitive."""
         if how is None:
             return self(*operands, axes=axes, results=results, **params)
         given = [slot.name for slot, x in zip(self.operands, operands, strict=True) if x is not None]
@@ -217,7 +217,7 @@ def _transpose_backward(given: Named, wanted: Named, cotangents: Named, *, dtype
 
 
 def _jvp_both(primals: Named, tangents: Named, *, results, z_loss, in_place, dtype, **params):
-    """That of the two passes that it is made of."""
+    """The rule of the two passes that it combines."""
     del in_place
     wanted = ("sum",) if "sum" in results else ()
     moving = [name for name, tangent in tangents.items() if tangent is not None]

@@ -1,4 +1,4 @@
-"""The epilogue of a matmul, y = activation(z + bias), and its derivatives, each in one pass over the result."""
+"""A matmul's epilogue, y = activation(z + bias), and its derivatives, each in one pass over the result."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _transposed(activation, z, dy, dz, dbias):
 
 
 class _EpilogueBackward(Kernel):
-    """dz = f'(z) dy, and dbias: the sum of the unrounded dz over the axes `summed`, in a fixed order.
+    """dz = f'(z) dy, and dbias: the unrounded dz summed over the axes `summed`, in a fixed order.
 
     Operands: z unless the activation is None; dy. Results: dz if its dtype is given, dbias if `summed` is given. If the
     summed axes are adjacent and other axes follow, one kernel pass writes both; otherwise XLA computes them.
@@ -142,7 +142,7 @@ class _EpilogueBackward(Kernel):
         return results if summed is None else [*results, jnp.sum(dz, axis=summed, keepdims=True)]
 
     def _groups(self, *operands, dtype, summed) -> tuple[int, int, int] | None:
-        """The sizes before the summed axes, of the summed axes, and after them; None if the kernel cannot sum so."""
+        """The sizes before the summed axes, along them, and after them; None if the kernel cannot sum so."""
         shape = operands[-1].shape
         dtypes = {np.dtype(x.dtype) for x in operands} | ({np.dtype(dtype)} if dtype is not None else set())
         if len(dtypes) > 1 or not dtypes <= {np.dtype(d) for d in ("float32", "float16", jnp.bfloat16)}:
@@ -167,8 +167,8 @@ class _EpilogueBackward(Kernel):
         results = self.abstract(*operands, activation=activation, dtype=dtype, summed=summed)
         flat = [x.update(shape=sizes) for x in results[: dtype is not None]]
         if summed is not None:
-            # A block sums a chunk of rows of 32 packs: about four blocks a multiprocessor of an H200, whatever the
-            # device, so that the order of the sum does not depend on it.
+            # A block sums 32-pack chunks of rows: about four blocks a multiprocessor on an H200, whatever the device,
+            # so that the sum's order does not depend on it.
             across = math.ceil(columns * operands[-1].dtype.itemsize / 512) * groups
             chunks = max(1, min(528 // across, rows // 32))
             flat.append(ShapedArray((groups, chunks, columns), results[-1].dtype))

@@ -1,4 +1,4 @@
-"""Kernels, derivatives and arguments of softmax and log_softmax.
+"""Kernels, derivatives and arguments for softmax and log_softmax.
 
 Both are functions of the logits z = x scale + bias. An entry is masked if `where` is False there or, with `causal`, if
 its key comes after its query. The kernels take x, scale, bias and where unexpanded.
@@ -51,28 +51,28 @@ def plain_logits(rows: Rows, x, scale, bias, where, **causal):
 
 
 def _rounded_product(x, scale):
-    """x scale, rounded to its dtype whatever it is used for.
+    """x scale, always rounded to its dtype.
 
-    Compilers contract x scale - max to one operation whose product is not rounded: where max was, the largest entry's
-    difference is then not 0, but anything up to half a unit of max, from 2^31 on enough to overflow exp. They may
-    contract this sum, which gives the same, not two sums; a NaN of x's own is added as that is a 0 they cannot see.
+    Compilers contract x scale - max to one operation whose product is not rounded: at the maximum, the largest entry's
+    difference is then not 0, but anything up to half a unit of max, which overflows exp from 2^31 on. They may contract
+    this sum, which gives the same, not two sums; a NaN in x is added as a 0 that the compilers cannot see.
     """
     return x * scale + jax.lax.stop_gradient(jnp.where(jnp.isnan(x), x, 0))
 
 
 def plain_exponentials(z, max, mask):
-    """exp(z - max), 0 where masked. A kernel's max may be that of other roundings of z: none counts more than 1."""
+    """exp(z - max), 0 where masked. A kernel may have rounded z differently for max: no entry counts more than 1."""
     distance = z - max
     return visible(mask, jnp.exp(jnp.where(distance > 0, 0, distance)))
 
 
 def plain_gradient(dz, scale, dtype):
-    """dx, from the gradient of the logits."""
+    """dx, from the logits' gradient."""
     return ((dz if scale is None else dz * scale).astype(dtype),)
 
 
 def logits_tangent(x, shape, scale, dx, dscale, dbias):
-    """The tangent of the logits, of the given shape; absent tangents are None."""
+    """The logits' tangent, in the given shape; absent tangents are None."""
     terms = []
     if dx is not None:
         terms.append(dx if scale is None else dx.astype(scale.dtype) * scale)
@@ -87,7 +87,7 @@ def logits_tangent(x, shape, scale, dx, dscale, dbias):
 class _LogitsKernel(RowKernel):
     """The handlers know a row's query from its position; on a part of the queries, causality becomes a mask."""
 
-    #: Whether the zeros of the first operand, a result, tell what is masked.
+    #: Whether the zeros in the first operand, a result, tell which entries are masked.
     from_result = False
 
     def local(self, run, shards, scatter, *operands, has, query_axis, key_axis, **params):
@@ -106,17 +106,17 @@ class _LogitsKernel(RowKernel):
 
 
 class Kernels:
-    """The kernels of an op and their derivatives.
+    """An op's kernels and their derivatives.
 
     Args:
       op: its name.
       plain_forward, plain_backward: the kernels in plain JAX.
       tangent: the tangent map, from the kernels: takes them; Rows; the operand with which the backward pass starts; x,
-        if that is y and the scale has a tangent; scale, bias, where; the statistics; the tangents of x, scale and bias,
-        None for zero.
-      total_tangent: where the backward pass starts from x, bias, where and each row's statistics, max(z) and
-        sum(exp(z - max)), not from y: the tangent of the sum, from Rows, x, scale, bias, where, max, the tangents of x,
-        scale and bias. That of the maximum is taken as zero: it cancels in all that is made of both.
+        if this operand is y and the scale has a tangent; scale, bias, where; the statistics; the tangents of x, scale
+        and bias, None for zero.
+      total_tangent: if the backward pass starts from x, bias, where and each row's statistics, max(z) and sum(exp(z -
+        max)), not from y: the sum's tangent, from Rows, x, scale, bias, where, max, the tangents of x, scale and bias.
+        The maximum's tangent is taken as zero: it cancels in everything that uses both.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Kernels:
             z_dtype = operand.dtype
         dz = kernel(operand, None, bias, where, *statistics, dy, dtype=z_dtype)[0]
         found: Named = {"dx": (dz if scale is None else dz.astype(wide) * scale).astype(dtype)}
-        if scale_wanted:  # masked entries of x may hold anything
+        if scale_wanted:  # masked entries in x may hold anything
             products = jnp.where(dz == 0, 0, dz.astype(wide) * x.astype(wide))
             found["dscale"] = sum_to(products, wanted["dscale"].shape)
         if bias_type is not None:

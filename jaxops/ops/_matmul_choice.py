@@ -1,7 +1,7 @@
 """Which kernel computes a matmul on a GPU: a pure function of the product and the device, from the tables below.
 
-Nothing is timed at run time: what is recorded in a command buffer must not depend on it. The rates are measured ones
-of an H200; `jaxops.explain` shows what a call gets.
+Nothing is timed at run time: the contents of a command buffer must not depend on timing. The rates were measured on an
+H200; `jaxops.explain` shows which kernel a call gets.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 from jaxops._device import H200, Device
 from jaxops._limits import MAX_MATRIX_SIZE, MAX_PIECES
 
-#: The operand of which two blocks load half of each tile for both; in the order of the calling convention.
+#: The operand whose tiles two blocks share: each block loads half a tile for both. In the calling convention's order.
 SHARED_OPERANDS = (None, "lhs", "rhs")
 
-#: What need not be multiplied, in the order of the calling convention: see Spec in _matmul_kernel.py.
+#: The products that a kernel may skip, in the calling convention's order: see Spec in _matmul_kernel.py.
 TRIANGLES = (None, "result", "lhs")
 
 
@@ -44,10 +44,9 @@ class Product:
 
 
 class Tile(NamedTuple):
-    """The part of the result that a block computes at a time, and with which share of the tensor cores' peak.
+    """The tile that a block computes at a time, and the share of the tensor cores' peak that it reaches.
 
-    turned: for f32 operands as TF32, rhs as it lies along n, whose transpose is multiplied; other tiles of f32 are for
-    rhs along k.
+    turned: for TF32 with rhs along n: the kernel multiplies its transpose. Other f32 tiles are for rhs along k.
     """
 
     rows: int
@@ -55,7 +54,7 @@ class Tile(NamedTuple):
     ping_pong: bool
     efficiency: float
     band: int = 8  # tile rows that run side by side in a narrow result, see band()
-    parts: int = 1  # of a split, at most, that a cluster of blocks can sum: the others' sums fit into a block's memory
+    parts: int = 1  # how many parts of a split a cluster can sum, at most: the others' sums fit into a block's memory
     turned: bool = False
 
     def holds(self, product: Product) -> bool:
@@ -64,15 +63,16 @@ class Tile(NamedTuple):
 
     @property
     def stores_any_rows(self) -> bool:
-        """Else only results whose rows are aligned to 16 bytes."""
+        """If False, it stores only results whose rows are aligned to 16 bytes."""
         return not self.ping_pong
 
 
 class FewRowsTile(NamedTuple):
-    """The part of a result of few rows that a block computes at a time while the weights stream past (few_rows.cuh).
+    """The part of a result with few rows that a block computes at a time while the weights stream past (few_rows.cuh).
 
-    rhs_transposed: for weights that lie so. rate: bytes of them a microsecond that a multiprocessor loads. memory: the
-    share of the memory's rate that is left where much else is loaded, or 64 bytes here and there.
+    rhs_transposed: for weights that lie transposed. rate: the bytes of weights that a multiprocessor loads per
+    microsecond. memory: the share of the memory's rate that is left if the kernel loads much else, or scattered pieces
+    of 64 bytes.
     """
 
     rows: int
@@ -92,9 +92,9 @@ class FewRowsTile(NamedTuple):
 class Arithmetic(NamedTuple):
     """How elements are multiplied: their bytes, TFLOP/s at best, whether in parts, and whether sums are promoted.
 
-    In parts: f32 in full precision is a high and a low part in f16, of which the tensor cores multiply high high, high
-    low and low high. Promoted sums are added to f32 registers after every k tile, because the tensor cores' own are
-    truncated (to 14 bits for 8-bit operands); those of products in parts always are.
+    In parts: an f32 number in full precision becomes a high and a low part in f16, and the tensor cores multiply high
+    high, high low and low high. Promoted sums are added to f32 registers after every k tile, because the tensor cores'
+    own are truncated (to 14 bits for 8-bit operands); the sums of products in parts are always promoted.
     """
 
     itemsize: int
@@ -104,7 +104,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Elements of a k tile."""
+        """Elements in a k tile."""
         return 128 // self.itemsize * (2 if self.in_parts else 1)
 
 
@@ -170,7 +170,7 @@ FEW_ROWS_TILES = (
 )
 
 
-#: Of a gated MLP (gated.cuh): of both products at once, half of the columns w_gate's and half w_up's; and of the
+#: Tiles for a gated MLP (gated.cuh), which hold both products, half the columns w_gate's and half w_up's; and for its
 #: backward pass.
 GATED_TILE = Tile(128, 128, True, 0.96, band=2)
 GATED_BACKWARD_TILE = Tile(128, 192, True, 0.99)
@@ -181,38 +181,40 @@ def rows_in_calls(tile: Tile | FewRowsTile) -> int:
     return 16 if isinstance(tile, FewRowsTile) else tile.rows
 
 
-#: Bytes a microsecond from memory, to memory and from the L2 cache, and the norm of what these and the products take:
-#: they hide each other, but not wholly where they take equally long.
+#: Bytes a microsecond from memory, to memory and from the L2 cache, and the exponent of the norm that combines their
+#: times and the products' time: they hide each other, but not wholly if they take equally long.
 _MEMORY, _WRITTEN, _L2, _NORM = 4.2e6, 3.4e6, 23e6, 4
-#: With a smaller share of the multiprocessors loading, the memory is slower, by its root.
+#: If a smaller share of the multiprocessors loads, the memory is slower, by the root of that share.
 _BUSY = 0.4
-#: Bytes of a line of the L2 cache, and how much longer it takes to load rows that lie across lines.
+#: Bytes in a line of the L2 cache, and how much longer it takes to load rows that lie across lines.
 _LINE, _STRADDLING = 128, 3.1
 #: Microseconds that a further kernel costs, and that a block needs to begin.
 _KERNEL, _FILL = 2.5, 2.2
-#: Microseconds that a cluster needs to sum the parts of a tile, and more for each 64 x 64 sums of a further part.
+#: Microseconds that a cluster needs to sum a tile's parts, and the further ones for each 64 x 64 sums in a further
+#: part.
 _CLUSTER, _CLUSTER_SUMS = 2.2, 0.7
-#: Microseconds that the kernel for few rows needs beside loading the weights; the share of the rate that is left where
+#: Microseconds that the kernel for few rows needs besides loading the weights; the share of the rate that is left if
 #: rows lie across lines.
 _FEW_ROWS_FILL, _ACROSS = 2.6, 0.6
-#: Microseconds that a block's threads need to load a piece each; and what shows of it, beside two warpgroups that
-#: multiply a tile together only what is not hidden.
+#: Microseconds that a block's threads need to load a piece each; and the share that shows if two warpgroups multiply a
+#: tile together, which hides the rest.
 _PIECE, _SHOWN = 0.029, 0.6
 #: Microseconds that a copy with padded rows takes, beside its bytes a microsecond.
 _COPY, _COPY_RATE = 2.5, 3.8e6
-#: Microseconds that partial results cost, with the kernel that sums them, and bytes of them a microsecond more.
+#: Microseconds that partial results cost, including the kernel that sums them, and how many of their bytes a further
+#: microsecond moves.
 _PARTIALS, _PARTIALS_RATE = 5.0, 0.85e6
 #: Microseconds that a warpgroup needs to store 64 x 256 results that are only rounded, to rows that are aligned to 16
 #: bytes or not, and others, with a bias or an activation. Tiles in ping-pong hide them behind the next tile.
 _PLAIN_STORE, _ROWS_STORE, _STORE = 1.0, 2.6, 5.0
-#: How many blocks of clusters of each size an H200 runs at once, with one block on each multiprocessor.
+#: How many blocks an H200 runs at once for each cluster size, with one block on each multiprocessor.
 _CLUSTERED_BLOCKS = {2: 132, 3: 117, 4: 120, 5: 105, 6: 108, 7: 105, 8: 120}
 
 
 class FewRows(NamedTuple):
-    """A range of products of few rows, in 16 bits: of each size the least and the most.
+    """A range of 16-bit products with few rows: the least and the most for each size.
 
-    columns, depth: n and k. weights: elements of rhs, n k. Rows of the operands lie within lines of the L2 cache.
+    columns, depth: n and k. weights: elements of rhs, n k. The operands' rows lie within lines of the L2 cache.
     """
 
     rows: tuple[int, int]
@@ -229,12 +231,12 @@ class FewRows(NamedTuple):
         return within and not product.lhs_transposed and product.rhs_transposed in self.layouts
 
 
-#: XLA computes one row times fewer weights, and an outer product of fewer results, element by element, without the
+#: XLA computes one row times fewer weights, and an outer product with fewer results, element by element, without the
 #: tensor cores.
 _XLA_MULTIPLIES = 10_000_000
 
 #: Decoding and small batches, where jaxops' kernel was faster than XLA's (benchmarks/results/matmul_own.csv; in
-#: brackets the geometric mean of the speeds). XLA's kernels, too, read more weights than these at the memory's rate.
+#: brackets the speeds' geometric mean). XLA's kernels, too, read more weights than these at the memory's rate.
 _FEW_ROWS = (
     FewRows((1, 1), (1024, 8192), (1024, 4096), (1e6, _XLA_MULTIPLIES - 1), layouts=(False,)),  # 2.3
     FewRows((1, 1), (3072, 6144), (4096, 14336), (_XLA_MULTIPLIES, 7e7)),  # 1.07
@@ -248,8 +250,8 @@ class Choice:
     """How a product is computed.
 
     kernel: "wgmma" (Hopper's tensor cores), "few rows" (up to 32, on Hopper), "general" (a kernel for every GPU) or
-    "xla". why: in words. The rest is of wgmma alone, and the tile of few rows too. lhs_copy, rhs_copy: 0 none; 1 with
-    padded rows; 2 transposed.
+    "xla". why: in words. Only wgmma has the other fields, except the tile, which few rows has too. lhs_copy, rhs_copy:
+    0 none; 1 with padded rows; 2 transposed.
     """
 
     kernel: str
@@ -257,13 +259,13 @@ class Choice:
     tile: Tile | FewRowsTile | None = None
     band: int = 1  # tile rows that run side by side
     splits: int = 1
-    partials: bool = False  # the parts of a split are written and summed by another kernel; else by clusters of blocks
-    shared: str | None = None  # one of SHARED_OPERANDS
+    partials: bool = False  # another kernel sums a split's parts, from memory; else clusters of blocks sum them
+    shared: str | None = None  # a name in SHARED_OPERANDS
     in_pieces: tuple[bool, bool] = (False, False)  # whether threads load lhs and rhs, instead of the copy engine
     promote: int = 0  # k tiles after which sums are promoted; 0: never, or as products in parts do
     lhs_copy: int = 0
     rhs_copy: int = 0
-    padded: bool = False  # of XLA's: k = 1 to 2
+    padded: bool = False  # XLA's split: k = 1 to 2
 
     def __str__(self):
         if self.tile is None:
@@ -284,15 +286,16 @@ class Choice:
 
 
 def _columns(product: Product) -> tuple[int, int]:
-    """The adjacent elements of a row of lhs and of rhs, as they lie in memory."""
+    """The adjacent elements in a row of lhs and of rhs, as they lie in memory."""
     return product.m if product.lhs_transposed else product.k, product.k if product.rhs_transposed else product.n
 
 
 def _copies(product: Product, in_pieces: tuple[bool, bool] = (False, False)) -> tuple[int, int]:
-    """What is to be copied before the copy engine can read it, unless threads load it in pieces."""
+    """The copies that the copy engine needs before it can read the operands, unless threads load them in pieces."""
     arithmetic = ARITHMETICS[product.arithmetic]
     wide = arithmetic.itemsize != 2
-    # 16-bit operands may lie along either axis, rhs of TF32 too, whose transpose is multiplied; others lie along k.
+    # 16-bit operands may lie along either axis, and so may a TF32 rhs: the kernel multiplies its transpose. Other
+    # operands lie along k.
     along_k = not product.lhs_transposed, product.rhs_transposed
     either = not wide, not wide or product.arithmetic == "tf32"
     found = []
@@ -341,7 +344,7 @@ class Plan(NamedTuple):
 
 
 def _tiles(product: Product, plan: Plan) -> int:
-    """Tiles of the result, with those beyond its edge that blocks have who share an operand."""
+    """The result's tiles, including the ones beyond its edge that blocks have if they share an operand."""
     rows, columns = math.ceil(product.m / plan.tile.rows), math.ceil(product.n / plan.tile.columns)
     if plan.shared:
         rows, columns = (rows + rows % 2, columns) if plan.shared == "rhs" else (rows, columns + columns % 2)
@@ -358,7 +361,7 @@ def _straddling(product: Product) -> list[str]:
 
 def _few_rows_microseconds(product: Product, tile: FewRowsTile, device: Device) -> float:
     """The time that the kernel for few rows is expected to take."""
-    weights = product.k * tile.columns * 2  # of a tile, in bytes
+    weights = product.k * tile.columns * 2  # a tile's bytes
     rounds, last = divmod(_tiles(product, Plan(tile)), device.multiprocessors)
 
     def one(blocks: int) -> float:
@@ -393,9 +396,9 @@ def _microseconds(product: Product, plan: Plan, device: Device, finished: bool =
     ]
     loaded = blocks / splits * sum(loads) * k * itemsize
     written = batches * m * n * (4 * splits if plan.partials else product.result_bytes)
-    busy = min(1, blocks / device.multiprocessors)  # the share of the multiprocessors that load
+    busy = min(1, blocks / device.multiprocessors)  # the multiprocessors that load, as a share
     memory = (read / _MEMORY + written / _WRITTEN) / min(1, busy / _BUSY) ** 0.5
-    pieces = sum(  # of each thread
+    pieces = sum(  # for each thread
         waves * depth / arithmetic.depth * size / piece
         for size, piece, in_pieces in zip((tile.rows, tile.columns), _pieces(product), plan.in_pieces, strict=True)
         if in_pieces
@@ -417,7 +420,7 @@ def _microseconds(product: Product, plan: Plan, device: Device, finished: bool =
 
 
 def _plans(product: Product, device: Device) -> Iterator[Plan]:
-    """Those that could compute a product."""
+    """The plans that could compute a product."""
     yield from (Plan(tile) for tile in FEW_ROWS_TILES if tile.holds(product))
     arithmetic = ARITHMETICS[product.arithmetic]
     aligned = product.n * product.result_bytes % 16 == 0
@@ -447,11 +450,11 @@ def _best_plan(product: Product, device: Device, finished: bool = False) -> Plan
 
     finished: whether sums are scaled, biased or activated, not only rounded.
     """
-    if product.triangle and product.arithmetic == "16bit":  # larger tiles leave less of it out
+    if product.triangle and product.arithmetic == "16bit":  # larger tiles can skip fewer products
         side = 64 if product.n <= 64 else 128
         return Plan(next(t for t in TILES[product.arithmetic] if t[:3] == (side, side, False)))
 
-    def order(plan: Plan):  # of equally fast ones that whose tiles reach least beyond the result
+    def order(plan: Plan):  # if several are equally fast, the one whose tiles reach least beyond the result
         area = plan.tile.rows * plan.tile.columns
         time = _microseconds(product, plan, device, finished)
         return time, _tiles(product, plan) * area, -area, plan.splits, plan.shared or ""
@@ -471,7 +474,7 @@ def _parts_pay_off(product: Product, device: Device, finished: bool) -> bool:
 
 
 def _is_uneven(product: Product) -> bool:
-    """Whether k, of a product that is small or long, is no multiple of XLA's k tiles of 64, or of equal parts."""
+    """Whether the product is small or long and its k is no multiple of XLA's 64-wide k tiles, or of equal parts."""
     m, n, k = product.m, product.n, product.k
     small = min(m, n) >= 64 and max(m, n) <= 2048 and m * n <= 8e5 and 288 <= k <= 16384
     long = min(m, n) >= 8 and m * n <= 1 << 17 and k >= 8192
@@ -520,7 +523,7 @@ def _unaligned_slower_than_xla(product: Product) -> str | None:
 
 
 def _aligned_slower_than_xla(product: Product, device: Device, finished: bool) -> str | None:
-    """Of 16 bits. In brackets: the geometric mean of the speeds there, XLA's being 1."""
+    """16-bit products. In brackets: the geometric mean of our speeds there, relative to XLA's."""
     m, n, k = product.m, product.n, product.k
     within_lines = not _straddling(product)
     if within_lines and any(few_rows.holds(product) for few_rows in _FEW_ROWS):
@@ -534,13 +537,13 @@ def _aligned_slower_than_xla(product: Product, device: Device, finished: bool) -
     if within_lines and 1 << 14 <= m * n <= 1 << 15 and min(m, n) >= 64 and k >= 1 << 15:  # k is split [1.2]
         return None
     few_columns = 40 <= n <= 128 and 6144 <= m <= 25600 and k >= 4096
-    if few_columns and not (product.lhs_transposed or product.rhs_transposed):  # as of a low-rank adapter [1.2]
+    if few_columns and not (product.lhs_transposed or product.rhs_transposed):  # as in a low-rank adapter [1.2]
         return None
     return "16 bits, aligned: XLA's own dot is ahead by 1 to 5 %, and by more for few rows and some small products"
 
 
 def _is_unaligned(product: Product) -> bool:
-    """Whether a row of the operands or of the result is not aligned to 16 bytes."""
+    """Whether a row of an operand or of the result is not aligned to 16 bytes."""
     itemsize = ARITHMETICS[product.arithmetic].itemsize
     return any(size * itemsize % 16 for size in (*_columns(product), product.n))
 
@@ -568,7 +571,7 @@ def slower_than_xla(product: Product, device: Device, activation: bool, bias: bo
 
 
 def _is_large_outer(product: Product) -> bool:
-    """Whether it is an outer product that XLA computes faster as sums of two products, of which one is 0.
+    """Whether it is an outer product that XLA computes faster as sums of two products, one being 0.
 
     Of a smaller one, a weight's gradient for one row, XLA may compute the other gradient in the same kernel.
     """
@@ -596,7 +599,7 @@ def planned(product: Product, plan: Plan) -> Choice:
 
 
 def choose(product: Product, device: Device, activation: bool = False, bias: bool = False) -> Choice:
-    """The kernel for a product on a device; activation, bias: what is to be done with the sums (bias: or a scale)."""
+    """The kernel for a product on a device; activation, bias: the epilogue of the sums (bias may also be a scale)."""
     if not all(isinstance(size, int | np.integer) for size in (product.m, product.n, product.k, product.batches)):
         return Choice("xla", "the shape is symbolic")
     if 0 in (product.m, product.n, product.k, product.batches):
@@ -616,18 +619,19 @@ def choose(product: Product, device: Device, activation: bool = False, bias: boo
     return planned(product, _best_plan(product, device, activation or bias))
 
 
-#: The share of our kernels' time in which XLA computes plain products of 16 bits.
+#: XLA computes plain 16-bit products in this share of our kernels' time.
 _XLA_16BIT = 0.97
-#: Bytes a microsecond of a pass over arrays.
+#: Bytes a microsecond in a pass over arrays.
 _PASS_RATE = 3.8e6
-#: The fewest products of an element, and tiles of a multiprocessor, behind which the kernel for both cotangents hides
-#: that it reads and writes two arrays. An H200 took 1270 us for 8192 x 14336 x 4096, the composition 1433; but 122
-#: and 113 us for 8192 x 2816 x 1024, 117 and 102 us for 512 x 14336 x 4096.
+#: The fewest products per element, and tiles per multiprocessor, that hide the two arrays which the kernel for both
+#: cotangents reads and writes. An H200 took 1270 us for 8192 x 14336 x 4096, the composition 1433; but 122 and 113 us
+#: for 8192 x 2816 x 1024, 117 and 102 us for 512 x 14336 x 4096.
 _GATED_BACKWARD_K, _GATED_BACKWARD_TILES = 2048, 8
 
 
 def _choose_one_pass(tile: Tile, all_columns: int, count: int, product: Product, device: Device) -> Choice:
-    """A kernel that computes `count` products and what follows them at once, or `product` as often and then a pass."""
+    """The choice between a kernel that computes `count` products and the ops after them at once, and `product` as
+    often, then a pass."""
     sizes = product.m, product.n, product.k
     if not all(isinstance(size, int | np.integer) for size in sizes):
         return Choice("xla", "the shape is symbolic")
@@ -647,12 +651,12 @@ def _choose_one_pass(tile: Tile, all_columns: int, count: int, product: Product,
 
 
 def choose_gated(product: Product, device: Device) -> Choice:
-    """The kernel for activation(x w_gate) * (x w_up) of 16 bits, of which `product` is one factor's."""
+    """The kernel for 16-bit activation(x w_gate) * (x w_up); `product` is one factor's."""
     return _choose_one_pass(GATED_TILE, 3 * product.n, 2, product, device)
 
 
 def choose_gated_backward(product: Product, device: Device) -> Choice:
-    """The kernel for the cotangents of both factors' products, where `product` is that of activation(gate) * up."""
+    """The kernel for the cotangents of both factors' products; `product` is the product of activation(gate) * up."""
     sizes = product.m, product.n, product.k
     if all(isinstance(size, int | np.integer) for size in sizes):
         tiles = -(-product.m // GATED_BACKWARD_TILE.rows) * -(-product.n // GATED_BACKWARD_TILE.columns)

@@ -1,4 +1,4 @@
-"""The kernel of matmul and dot_general: shapes, dtypes and arithmetic of a product, and its rules."""
+"""The kernel of matmul and dot_general: a product's shapes, dtypes and arithmetic, and its rules."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from jaxops.ops._epilogue import ACTIVATIONS, activation_index, epilogue_jvp
 
 
 class Spec(NamedTuple):
-    """The parameters of a matmul.
+    """A matmul's parameters.
 
-    lhs is [..., m, k], or [..., k, m] if transposed; rhs is [..., k, n], or [..., n, k] if transposed. Each of m, n and
-    k stands for any number of axes, and every axis can be sharded; the handlers get one axis for each.
+    lhs is [..., m, k], or [..., k, m] if transposed; rhs is [..., k, n], or [..., n, k] if transposed. m, n and k each
+    stand for any number of axes, and every axis can be sharded; the handlers get one axis for each.
 
     triangle: the part of the product that may be skipped, if m, n and k have one axis each. "result": above the
     diagonal (columns beyond the row) the result is not used and may be anything; its cotangent there is 0. "lhs": lhs
@@ -47,7 +47,7 @@ class Spec(NamedTuple):
     triangle: str | None = None
 
     def sizes(self, lhs, rhs) -> tuple[tuple[int, ...], ...]:
-        """Sizes of the result's batch axes, lhs's m and k axes, and rhs's k and n axes."""
+        """The sizes of the result's batch axes, lhs's m and k axes, and rhs's k and n axes."""
         m, n, k = self.counts
         batch = lhs.ndim - m - k
 
@@ -391,7 +391,7 @@ class _MatmulKernel(Kernel):
         return _finished(z.astype(accumulator(lhs.dtype, spec.dtype)), None, bias, spec, preactivation)
 
     def batch(self, operands, dims, *, spec, preactivation):
-        """The mapped axis becomes a batch axis, or, if rhs is one unmapped matrix, an axis of m: still one product.
+        """The mapped axis becomes a batch axis, or, if rhs is one unmapped matrix, an m axis: still one product.
 
         If neither lhs nor rhs is mapped, the product is computed once, and each entry's scale and bias follow.
         """
@@ -432,7 +432,7 @@ class _MatmulKernel(Kernel):
         return (out, [moved, dz]) if preactivation else (out[:1], [moved])
 
     def transpose(self, cotangents, *operands, spec, preactivation):
-        """The cotangents of the bias and of one of lhs, rhs and scale."""
+        """The cotangents of the bias and of lhs, rhs or scale."""
         lhs, rhs, scale, bias = self._named(operands, spec)
         wanted = [ad.is_undefined_primal(x) for x in (lhs, rhs, scale)]
         if spec.activation or preactivation or sum(wanted) > 1:

@@ -1,4 +1,4 @@
-"""Kernels, derivatives and arguments of layer_norm and rms_norm."""
+"""Kernels, derivatives and arguments for layer_norm and rms_norm."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jaxops._rows import Named, RowKernel, Rows, accumulator, expand_rank, kerne
 
 
 def _sums(rows: Rows, where, *xs):
-    """Each row's sums, then the number of its positions that count."""
+    """Each row's sums, then how many of its positions count."""
     if where is None:
         return *rows.sum(*xs), rows.size(xs[0])
     return rows.sum(*xs, jnp.broadcast_to(where, xs[0].shape).astype(xs[0].dtype))
 
 
 def _mean(rows: Rows, where, x):
-    """The mean over the positions of a row that count; the others may hold anything."""
+    """The mean over a row's positions that count; the others may hold anything."""
     total, count = _sums(rows, where, x if where is None else jnp.where(where, x, 0))
     return total / count
 
@@ -55,7 +55,7 @@ def _plain_backward(centred, rows, x, scale, where, *rest, dtype):
 
 
 class _Kernels:
-    """The kernels of an op and their derivatives.
+    """An op's kernels and their derivatives.
 
     centred: subtract the mean, as layer_norm does. rms_norm does not, and takes neither bias nor where.
     """
@@ -172,7 +172,7 @@ _KERNELS = {op: _Kernels(op, centred) for op, centred in (("layer_norm", True), 
 
 
 def apply(op, x, scale, bias, axis, epsilon, where, residual, dtype: Any):
-    """Checks the arguments and runs the kernels of layer_norm or rms_norm."""
+    """Checks the arguments and runs layer_norm's or rms_norm's kernels."""
     x = arguments.real_array(op, "x", x)
     if residual is not None:
         residual = arguments.real_array(op, "residual", residual)

@@ -31,7 +31,7 @@ _projections: contextvars.ContextVar[list[tuple[jax.Array, Sequence[jax.Array]]]
     "jaxops_attention_projections", default=None
 )
 
-#: What computes an attention; None chooses.
+#: The implementation that computes an attention; None chooses.
 IMPLEMENTATIONS = (None, "jaxops", "cudnn", "xla")
 
 
@@ -46,14 +46,15 @@ def projections_noted() -> Iterator[None]:
 
 
 def note_projections(joint: jax.Array, parts: Sequence[jax.Array]) -> None:
-    """Notes query, key and value, the parts of an array `[batch, tokens, heads, 3, depth]`; without a scope nothing."""
+    """Notes that query, key and value are the parts of an array `[batch, tokens, heads, 3, depth]`; without a scope it
+    does nothing."""
     noted = _projections.get()
     if noted is not None and joint.ndim == 5:
         noted.append((joint, tuple(parts)))
 
 
 def _noted(query: Any, key: Any, value: Any) -> jax.Array | None:
-    """The array whose parts these are, if that was noted."""
+    """The array that has these parts, if that was noted."""
     for joint, parts in _projections.get() or ():
         if all(x is part for x, part in zip((query, key, value), parts, strict=True)):
             return joint
@@ -79,25 +80,25 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    r"""Attention, :math:`\mathrm{softmax}(s\,Q K^T + B)\,V` for each head, without the matrix of weights.
+    r"""Attention, :math:`\mathrm{softmax}(s\,Q K^T + B)\,V` for each head, without the weight matrix.
 
     A drop-in for :func:`jax.nn.dot_product_attention` that also takes segments, a soft cap and sinks. Logits and sums
     are f32 (f64 for f64). The backward pass recomputes the weights from each query's logsumexp, and gives the same bits
-    in every run (Dao, FlashAttention-2, 2023). Above 1024 tokens there is no array of queries times keys, in
+    in every run (Dao, FlashAttention-2, 2023). Above 1024 tokens no array has queries times keys entries, in
     derivatives of any order; the only exception is the gradient of a bias of that size.
 
     Args:
       query: `[batch, queries, heads, depth]`, or without the batch; float64, float32, float16 or bfloat16.
-      key: `[batch, keys, key heads, depth]` of query's dtype. The number of key heads divides the number of heads;
+      key: `[batch, keys, key heads, depth]` in query's dtype. The number of key heads divides the number of heads;
         consecutive heads share a key head.
-      value: `[batch, keys, key heads, features]` of the same dtype.
+      value: `[batch, keys, key heads, features]` in the same dtype.
       bias: broadcasts to `[batch, heads, queries, keys]`; added to the scaled logits. Differentiable.
       mask: boolean, broadcasts to the same shape: true if the query sees the key. Neither is expanded in memory.
-      scale: scale of the logits; by default 1 / sqrt(depth). An array multiplies the query, in the query's dtype.
+      scale: factor for the logits; by default 1 / sqrt(depth). An array multiplies the query, in the query's dtype.
       is_causal: query i sees only keys 0 to i.
       query_seq_lengths: int32 `[batch]`: for later queries the result is 0.
       key_value_seq_lengths: int32 `[batch]`: later keys are not seen.
-      query_segment_ids: integers `[batch, queries]`: a query sees only keys of its segment (a packed document).
+      query_segment_ids: integers `[batch, queries]`: a query sees only keys in its segment (a packed document).
       key_value_segment_ids: integers `[batch, keys]`; by default the query's, if there are as many.
       local_window_size: (left, right), or one number for both: query i sees the keys i - left to i + right.
       logits_soft_cap: positive: scaled logits x become cap tanh(x / cap), before bias and masks.
@@ -106,16 +107,16 @@ def dot_product_attention(
       implementation: "jaxops": our kernels, with an error for calls that they do not support; "cudnn": cuDNN through
         jax.nn; "xla": XLA's operations, tile by tile. None: our kernels if they support the call; else, on other GPUs,
         cuDNN if it does; else XLA's operations. :func:`jaxops.explain` shows the choice and the reason.
-      return_residual: return the pair (result, logsumexp of each query's logits).
+      return_residual: return the pair (result, each query's logsumexp).
 
     Returns:
-      `[batch, queries, heads, features]` of query's dtype; with `return_residual` also the logsumexp, f32 (f64)
-      `[batch, queries, heads]`, which is -inf if no key is seen. If query has no batch, neither has the result. A query
+      `[batch, queries, heads, features]` in query's dtype; with `return_residual` also the logsumexp, f32 (f64)
+      `[batch, queries, heads]`, which is -inf if no key is seen. If query has no batch, the result has none. A query
       that sees no key gets the mean of all values, as in jax.nn; with segments or sinks it gets 0. Beyond the lengths,
       operands may hold anything.
 
     Raises:
-      TypeError: an operand is not an array of an accepted dtype.
+      TypeError: an operand is not an array with an accepted dtype.
       ValueError: shapes do not fit together, an option is out of range, or the implementation does not support it.
 
     Example:
@@ -166,7 +167,7 @@ def attention(
     return_residual: Any = False,
     precision: Any = None,
 ) -> Any:
-    """`dot_product_attention`, with the precision of f32 products."""
+    """`dot_product_attention`, with a precision for f32 products."""
     if not isinstance(implementation, str | None) or implementation not in IMPLEMENTATIONS:
         accepted = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"{_OP}: implementation must be one of {accepted}, got {implementation!r}")
@@ -355,7 +356,7 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
 
 
 def _prefers_cudnn(call: Call, x: Named, why: str | None) -> bool:
-    """Whether the machine has a GPU, which has no kernel of ours for a call that cuDNN takes."""
+    """Whether the machine has a GPU: jaxops has no GPU kernel for a call that cuDNN takes."""
     if x["query"].dtype.name not in support.DTYPES or jax.default_backend() != "gpu":
         return False
     here = why is None and support.why_not_here() is None and "attention_fwd" in HANDLERS.get("cuda", ())
@@ -363,13 +364,13 @@ def _prefers_cudnn(call: Call, x: Named, why: str | None) -> bool:
         return False
     try:
         jax.eval_shape(lambda x: _on_cudnn(call, x, False)[0], x)
-    except Exception:  # of many types, for shapes, dtypes, devices and versions of cuDNN
+    except Exception:  # many types, for shapes, dtypes, devices and cuDNN versions
         return False
     return True
 
 
 def _on_cudnn_or_kernels(call: Call, x: Named) -> jax.Array:
-    """cuDNN in what is lowered for CUDA; elsewhere what there is."""
+    """cuDNN if the lowering is for CUDA; elsewhere the kernels."""
     return lax.platform_dependent(
         x, cuda=lambda x: _on_cudnn(call, x, False)[0], default=lambda x: _on_kernels(call, x)[0]
     )

@@ -16,7 +16,7 @@ from jaxops.ops import _cross_entropy as kernels
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of a loss, checked; what is 0 or None is off.
+    """A loss's options, checked; an option that is 0 or None is off.
 
     A token's loss is lse - (1 - smoothing) z[label] - smoothing mean(z) + z_loss lse^2, with lse = logsumexp(z).
     """
@@ -28,7 +28,7 @@ class Options:
 
     @classmethod
     def checked(cls, op: str, label_smoothing, z_loss, logits_soft_cap, ignore_index) -> Options:
-        """From the arguments of a public function."""
+        """From a public function's arguments."""
         smoothing = arguments.static_float(op, "label_smoothing", label_smoothing)
         if smoothing > 1:
             raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {smoothing}")
@@ -42,11 +42,11 @@ class Options:
         return cls(smoothing, arguments.static_float(op, "z_loss", z_loss), cap, ignore_index)
 
     def label_weight(self) -> float:
-        """That of the label's logit."""
+        """The target weight of the label's logit."""
         return 1 - self.smoothing
 
     def loss(self, origin, total, picked, sum, count):
-        """Of every row, from the kernel's values; count: the entries of a row that take part."""
+        """Every row's loss, from the kernel's values; count: how many entries take part."""
         log_total = kernels.log_total(total)
         target = self.label_weight() * picked if self.smoothing else picked
         if self.smoothing:
@@ -72,7 +72,7 @@ def checked_labels(op: str, labels: Any, columns: int, ignore_index: int | None)
         if wrong.size:
             raise ValueError(f"{op}: labels must be in [{-columns}, {columns}), got {wrong.flat[0]}")
     kept = None if ignore_index is None else x != ignore_index
-    if x.dtype.itemsize > 4 or x.dtype == np.uint32:  # what is out of range stays there
+    if x.dtype.itemsize > 4 or x.dtype == np.uint32:  # labels out of range stay so
         limits = np.iinfo(np.int32)
         x = jnp.clip(x, max(limits.min, np.iinfo(x.dtype).min), limits.max)
     return x.astype(np.int32), kept
@@ -80,18 +80,18 @@ def checked_labels(op: str, labels: Any, columns: int, ignore_index: int | None)
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Logits and labels with the columns along one axis, and everything of a row with size 1 there."""
+    """Logits and labels with the columns along one axis; a row's labels, losses and weights have size 1 there."""
 
     logits: jax.Array
     labels: jax.Array
     axis: int
-    where: jax.Array | None  # of the logits' rank; None: everything takes part, or everything of a row, or nothing
-    count: Any  # of the entries of each row that take part
+    where: jax.Array | None  # of the logits' rank; None: everything takes part, or a whole row does or does not
+    count: Any  # how many entries in each row take part
     counted: Any  # the rows whose loss counts; None: all
 
     @classmethod
     def of(cls, op: str, logits, labels, axis, where, options: Options) -> _Rows:
-        """From the arguments of a public function; axes are joined, and everything that may broadcasts."""
+        """From a public function's arguments; axes are joined, and operands that may broadcast do."""
         if not (hasattr(logits, "dtype") and jnp.issubdtype(logits.dtype, jnp.floating)):
             arguments.array(op, "logits", logits)
             raise TypeError(f"{op}: logits must be of a floating dtype, got {jnp.result_type(logits)}")
@@ -166,7 +166,7 @@ def softmax_cross_entropy_with_integer_labels(
     ignore_index: int | None = None,
     return_logsumexp: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Cross entropy of the softmax of `logits` with the label of every token, without a one-hot array.
+    r"""Softmax cross entropy of `logits` with every token's label, without a one-hot array.
 
     Per token :math:`\mathrm{lse} - (1 - \epsilon) z_{label} - \epsilon\,\mathrm{mean}(z) + \zeta\,\mathrm{lse}^2` with
     :math:`\mathrm{lse} = \log \sum_j e^{z_j}`, the label smoothing :math:`\epsilon` and the z-loss factor
@@ -180,21 +180,21 @@ def softmax_cross_entropy_with_integer_labels(
 
     Args:
       logits: array of any shape; float64, float32, float16 or bfloat16.
-      labels: integers of the shape of `logits` without `axis`, in [0, columns); negative labels count from the end.
-        If a label is out of range, the token's loss is NaN. In a NumPy array, whose values are known while tracing, it
-        is an error.
-      axis: the axis of the vocabulary. With several axes, the label is a flat index over them, in their order.
-      where: boolean mask of the shape of `labels` or one that broadcasts with `logits`: the entries over which the
-        softmax and the smoothing extend. The label's logit counts even if it is masked. If everything is
-        masked, the token's loss is 0.
-      label_smoothing: weight of the uniform distribution in the targets, in [0, 1].
-      z_loss: factor of the squared logsumexp, such as 1e-4, which keeps logits from drifting.
-      logits_soft_cap: bound of the logits, such as 30.0; None: no bound.
-      ignore_index: label of tokens whose loss and gradient are 0; None: no such label.
-      return_logsumexp: return a pair: the loss and every token's logsumexp of the logits that take part.
+      labels: integers, shaped like `logits` without `axis`, in [0, columns); negative labels count from the end. If a
+        label is out of range, the token's loss is NaN. In a NumPy array, whose values are known while tracing, it is an
+        error.
+      axis: the vocabulary's axis. With several axes, the label is a flat index over them, in their order.
+      where: boolean mask with the shape of `labels`, or one that broadcasts with `logits`: the entries that the softmax
+        and the smoothing include. The label's logit counts even if it is masked. If everything is masked, the token's
+        loss is 0.
+      label_smoothing: the uniform distribution's weight in the targets, in [0, 1].
+      z_loss: factor for the squared logsumexp, such as 1e-4, which keeps logits from drifting.
+      logits_soft_cap: bound on the logits, such as 30.0; None: no bound.
+      ignore_index: label of tokens with zero loss and gradient; None: no such label.
+      return_logsumexp: return a pair: every token's loss and its logsumexp over the logits that take part.
 
     Returns:
-      The loss of every token, of the shape of `labels`; f32 (f64 for f64).
+      Every token's loss, with the shape of `labels`; f32 (f64 for f64).
 
     Raises:
       TypeError: `logits` are not floating, `labels` are not integers.
@@ -238,27 +238,27 @@ def softmax_cross_entropy_value_and_grad(
     logits_soft_cap: float | None = None,
     ignore_index: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The losses of :func:`jaxops.softmax_cross_entropy_with_integer_labels` and a gradient of the logits, in one pass.
+    """The losses of :func:`jaxops.softmax_cross_entropy_with_integer_labels` and the logits' gradient, in one pass.
 
     On a GPU with clusters the logits are read once and the gradient is written once, if a cluster holds a row (524288
-    16-bit logits, 262144 of f32); else it takes two passes. Give the gradient to the model's pullback:
-    `logits, pullback = jax.vjp(model, parameters)`, then `pullback(gradient)`.
+    16-bit or 262144 f32 logits); else it takes two passes. Give the gradient to the model's pullback: `logits, pullback
+    = jax.vjp(model, parameters)`, then `pullback(gradient)`.
 
     Args:
       logits: as for softmax_cross_entropy_with_integer_labels.
-      labels: integers of the shape of `logits` without `axis`.
-      weights: what each token's loss is multiplied by in the sum that is differentiated, and nowhere else; broadcasts
-        to the shape of `labels`. None: 1. For a mean use 1 / tokens.
-      axis: the axis of the vocabulary, an int.
+      labels: integers, shaped like `logits` without `axis`.
+      weights: each token's factor in the sum that is differentiated, and nowhere else; broadcasts to the shape of
+        `labels`. None: 1. For a mean use 1 / tokens.
+      axis: the vocabulary's axis, an int.
       where: as for softmax_cross_entropy_with_integer_labels.
       label_smoothing: likewise, as the next three.
-      z_loss: factor of the squared logsumexp.
-      logits_soft_cap: bound of the logits; None: none.
-      ignore_index: label of tokens whose loss and gradient are 0; None: none.
+      z_loss: factor for the squared logsumexp.
+      logits_soft_cap: bound on the logits; None: none.
+      ignore_index: label of tokens with zero loss and gradient; None: none.
 
     Returns:
-      The loss of every token, without the weights, in f32 (f64 for f64), and the gradient of the weighted losses' sum,
-      of the shape and dtype of `logits`.
+      Every token's loss, without the weights, in f32 (f64 for f64), and the gradient of the weighted losses' sum, with
+      the shape and dtype of `logits`.
 
     Raises:
       TypeError: `logits` or `weights` are not floating, `labels` are no integers, `axis` is no int.

@@ -28,18 +28,18 @@ def layer_norm(
 
     Args:
       x: array of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy.
-      scale: multiplies the normalised values. Its shape is the shape of the normalised axes, in the order of x's axes.
+      scale: multiplies the normalised values. It has the normalised axes' shape, in the order of x's axes.
       bias: added last; same shape as `scale`.
       axis: the axis or axes to normalise over; None: all axes.
       epsilon: added to the variance, in x's units squared; a Python number, at least 0.
       where: boolean mask that broadcasts to x's shape. Only positions where it is True count in the statistics (Flax's
         `mask`), but all positions are normalised. If no position counts, the row is NaN.
-      residual: array of x's shape, added to `x` first.
+      residual: array with x's shape, added to `x` first.
       dtype: the result's dtype. By default `x`, `residual`, `scale` and `bias` promote, as in Flax: bfloat16 `x` with
         float32 parameters gives a float32 result.
 
     Returns:
-      The normalised array, of x's shape. With `residual`, the pair (normalised array, `x + residual`).
+      The normalised array, with x's shape. With `residual`, the pair (normalised array, `x + residual`).
 
     Raises:
       TypeError: an operand is a list, boolean or complex, `dtype` is not floating, or `epsilon` is traced.

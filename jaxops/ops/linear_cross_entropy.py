@@ -20,16 +20,16 @@ from jaxops._sharding import Layout
 from jaxops.ops import _cross_entropy as kernels
 from jaxops.ops.cross_entropy import Options, checked_labels
 
-#: The logits of a chunk: at most so many tokens and so many bytes. Each chunk reads and writes the f32 gradient of w
-#: once, which takes as long as 230 tokens' products on an H200; so a chunk has more of them if they fit.
+#: A chunk's logits: at most so many tokens and so many bytes. Each chunk reads and writes w's f32 gradient once, which
+#: takes as long as 230 tokens' products on an H200; so a chunk has more tokens if they fit.
 CHUNK_TOKENS, CHUNK_BYTES = 2048, 448 << 20
 
 
 class Spec(NamedTuple):
-    """What a call of the kernels is.
+    """The parameters of a kernel's call.
 
-    has: the optional operands that are there. results: the optional results that are wanted. transposed: w is
-    [vocabulary, width]. tokens: of a chunk; None: as CHUNK_TOKENS and CHUNK_BYTES say.
+    has: the optional operands that are given. results: the optional results that are wanted. transposed: w is
+    [vocabulary, width]. tokens: a chunk's tokens; None: as CHUNK_TOKENS and CHUNK_BYTES say.
     """
 
     has: tuple[str, ...]
@@ -42,7 +42,7 @@ class Spec(NamedTuple):
 
 
 def _chunk_sizes(tokens: int, columns: int, itemsize: int, wanted: int | None) -> tuple[int, int]:
-    """The tokens of the first chunk and of each other one."""
+    """The tokens in the first chunk and in each other one."""
     if not isinstance(tokens, int):  # symbolic
         return tokens, tokens
     most = wanted or max(128, min(CHUNK_TOKENS, CHUNK_BYTES // (columns * itemsize) // 128 * 128))
@@ -52,7 +52,8 @@ def _chunk_sizes(tokens: int, columns: int, itemsize: int, wanted: int | None) -
 
 
 def _over_chunks(body, arrays, first: int, size: int):
-    """body(*chunks) -> (what is summed over the chunks in their order, what has a row a token), of all tokens.
+    """body(*chunks) -> (results that are summed over the chunks in their order, results with a row a token), for all
+    tokens.
 
     The first chunk begins the sums, so that nothing is added to zeros.
     """
@@ -74,10 +75,10 @@ def _over_chunks(body, arrays, first: int, size: int):
 
 
 class _Linear(Kernel):
-    """One of the kernels: what its operands and results are, and what it does with a chunk of tokens.
+    """A kernel: its operands and results, and the computation on a chunk of tokens.
 
-    Slots have a kind: "x", hidden states [tokens..., width]; "w", the weights; "bias", of the vocabulary; "token", one
-    value each. `?` marks optional ones.
+    Slots have a kind: "x", hidden states [tokens..., width]; "w", the weights; "bias", [vocabulary]; "token", one value
+    a token. `?` marks optional ones.
     """
 
     split_by_local = True
@@ -124,11 +125,11 @@ class _Linear(Kernel):
         return Layout.of(*([names[kind] for kind in side.values()] for side in self._there(spec)))
 
     def chunk(self, how, over, named: dict[str, Any], spec: Spec):
-        """Of a chunk of tokens: sums by name, and values of tokens by name."""
+        """For a chunk of tokens: sums by name, and the tokens' values by name."""
         raise NotImplementedError
 
     def _run(self, how: str | None, shards: dict[str, tuple[str, ...]], operands, spec: Spec) -> list[jax.Array]:
-        """In the program of one device; shards: see `partitioned`. how: see `kernels._Kernel.call`."""
+        """In one device's program; shards: see `partitioned`. how: see `kernels._Kernel.call`."""
         named, (there, results) = self._named(operands, spec), self._there(spec)
         over, over_width = shards.get("v", ()), shards.get("d", ())
         over_tokens = tuple(axis for name, axes in shards.items() if name.startswith("t") for axis in axes)
@@ -154,7 +155,7 @@ class _Linear(Kernel):
             order[:] = [*sums], [*rows]
             return [*sums.values()], [*rows.values()]
 
-        if how is None:  # derivatives of this keep no chunk's logits
+        if how is None:  # derivatives of this body keep no chunk's logits
             body = jax.checkpoint(body)
         sums, rows = _over_chunks(body, [*flat.values()], *sizes)
         sums = lax.psum(sums, over_tokens) if over_tokens and sums else sums
@@ -188,7 +189,8 @@ class _Linear(Kernel):
         return 2 * products * (x.size // x.shape[-1]) * w.size
 
     def batch(self, operands, dims, *, spec: Spec):
-        """Another axis of tokens if no weights are mapped, nor their gradients results; else one after the other."""
+        """Another axis of tokens if no weights are mapped and their gradients are no results; else one call after the
+        other."""
         there, results = self._there(spec)
         size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
         shared = [kind in ("w", "bias") for kind in there.values()]
@@ -221,14 +223,14 @@ class _Linear(Kernel):
 
 
 def _product(x, w, spec: Spec, bias=None):
-    """Logits of x's dtype."""
+    """Logits in x's dtype."""
     contracted = 1 if spec.transposed else 0
     z = lax.dot_general(x, w, (((1,), (contracted,)), ((), ())), spec.precision, x.dtype)
     return z if bias is None else z + bias.astype(z.dtype)
 
 
 def _gradients(dz, named, over, spec: Spec):
-    """The chunk's terms of what is wanted of dw and dbias, and its dx, from dz."""
+    """The chunk's terms of dw and dbias, if they are wanted, and its dx, from dz."""
     x, w, wide = named["x"], named["w"], accumulator(named["x"].dtype)
     sums, rows = {}, {}
     if "dx" in spec.results:
@@ -251,7 +253,7 @@ def _values(values) -> dict[str, jax.Array]:
 
 
 class _Chunk:
-    """What a chunk's kernels are called with."""
+    """The arguments for a chunk's kernels."""
 
     def __init__(self, how, over, named, spec: Spec):
         self.how = how
@@ -340,7 +342,7 @@ class _Tangent(_Linear):
 
 
 class _Backward(_Linear):
-    """The product again, the backward kernel and the products of the gradients."""
+    """The product again, the backward kernel and the gradients' products."""
 
     linear = ("dtotal", "dpicked", "dsum")
 
@@ -368,7 +370,7 @@ class _Both(_Linear):
         return sums, rows | _values(values)
 
     def jvp(self, primals, tangents, *, spec):
-        """That of the two passes that it is made of."""
+        """The rule of the two passes that it combines."""
         named = self._named(primals, spec)
         moving = {n: t for n, t in self._moving(tangents, spec).items() if t is not None}
 
@@ -416,7 +418,7 @@ def _weighted_sum(static, x, w, bias, weights, labels):
 
 @functools.partial(_weighted_sum.defjvp, symbolic_zeros=True)
 def _weighted_sum_jvp(static, primals, tangents):
-    """With the gradients of the sum, which one pass over the chunks gives with the losses."""
+    """With the sum's gradients, which one pass over the chunks computes with the losses."""
     (spec, options), (x, w, bias, weights, labels) = static, primals
     moving = dict(zip(("dx", "dw", "dbias", "dweights"), tangents, strict=False))
     zero = jax.custom_derivatives.SymbolicZero
@@ -453,39 +455,39 @@ def linear_cross_entropy(
     precision: Any = None,
     chunk_tokens: int | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Cross entropy of the softmax of `x @ w + bias`, whose logits [tokens, vocabulary] never exist as a whole.
+    r"""Softmax cross entropy of the logits `x @ w + bias` [tokens, vocabulary], which never exist as a whole.
 
-    A chunk of tokens at a time is multiplied and reduced to a loss a token. With a `reduction` the gradients are
-    computed along with the loss when it is differentiated: three products, the fewest there can be, as the weights of
-    the tokens are known then; a cotangent scales what comes out. Without one the cotangent of every token is known in
-    the backward pass alone, which then computes each chunk's logits again: four products. So let this function reduce.
-    The gradient of `w` is summed over the chunks in f32, in their order: its bits do not change from run to run. Under
+    The function multiplies a chunk of tokens at a time and reduces it to a loss a token. With a `reduction` it computes
+    the gradients along with the loss when it is differentiated: three products, the fewest there can be, as the tokens'
+    weights are known then; a cotangent scales the result. Without a reduction every token's cotangent is known in the
+    backward pass alone, which then computes each chunk's logits again: four products. So let this function reduce. It
+    sums the gradient of `w` over the chunks in f32, in their order: its bits do not change from run to run. Under
     :func:`jax.checkpoint` the forward pass computes no gradients, and the backward pass repeats the product.
 
     Args:
       x: hidden states [..., width]; float64, float32, float16 or bfloat16.
-      w: weights [width, vocabulary] of a floating dtype. They are rounded to the dtype of `x`, which is that of the
-        products and of a chunk's logits; sums are f32. f32 weights get an f32 gradient.
+      w: weights [width, vocabulary] in a floating dtype. They are rounded to the dtype of `x`, in which the products
+        and a chunk's logits are computed; sums are f32. f32 weights get an f32 gradient.
       labels: integers [...]; see :func:`jaxops.softmax_cross_entropy_with_integer_labels`.
       bias: [vocabulary], added to the logits.
       transposed: `w` is [vocabulary, width], as an embedding table to which the output is tied.
       weights: a factor for every token's loss, [...] or broadcasting to it.
-      reduction: None, "sum" of the weighted losses, or "mean": that sum divided by the sum of the weights of the
-        tokens that are not ignored (0 if that is 0).
+      reduction: None, "sum" (of the weighted losses), or "mean": that sum divided by the sum of the weights, without
+        ignored tokens (0 if that is 0).
       label_smoothing: see softmax_cross_entropy_with_integer_labels, as for the next three.
-      z_loss: factor of the squared logsumexp.
-      logits_soft_cap: bound of the logits; None: none.
-      ignore_index: label of tokens whose loss and gradient are 0; None: none.
+      z_loss: factor for the squared logsumexp.
+      logits_soft_cap: bound on the logits; None: none.
+      ignore_index: label of tokens with zero loss and gradient; None: none.
       return_logsumexp: return a pair: the loss and every token's logsumexp. Without a reduction only.
-      precision: of the products, as in :func:`jax.numpy.matmul`.
-      chunk_tokens: tokens of a chunk; None: 2048, or fewer if their logits would take more than 448 MiB.
+      precision: as in :func:`jax.numpy.matmul`, for the products.
+      chunk_tokens: tokens in a chunk; None: 2048, or fewer if their logits would take more than 448 MiB.
 
     Returns:
       The losses [...], or with a reduction a scalar; f32 (f64 for f64).
 
     Raises:
       TypeError: `x`, `w`, `bias` or `weights` are not floating, `labels` are no integers.
-      ValueError: shapes do not fit, a NumPy array has a label that is out of range, or an option is.
+      ValueError: shapes do not fit, or a label in a NumPy array or an option is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxops

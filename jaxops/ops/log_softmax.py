@@ -39,7 +39,7 @@ def _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **
 
 def _tangent(kernels, rows, x, _, scale, bias, where, max, total, dx, dscale, dbias, *, dtype, masked, **causal):
     """dy = dz - <p, dz>, with the probabilities p = exp(z - max) / sum(exp(z - max))."""
-    del kernels, masked, total  # which belongs to other roundings of z
+    del kernels, masked, total  # which belongs to another rounding of z
     if scale is not None and bias is not None:
         max = None  # as does max, if the kernel did not round x scale
     exponentials, dz, mask = _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **causal)
@@ -81,7 +81,7 @@ def log_softmax(
         and its gradient 0.
       scale: scalar that multiplies `x`; default 1. Differentiable.
       bias: array that broadcasts with `x` (both ways), added after scaling. Differentiable.
-      causal: if True, query i sees only keys 0 to i: entry (i, j) of the last two axes is masked unless j <= i.
+      causal: if True, query i sees only keys 0 to i: entry (i, j) along the last two axes is masked unless j <= i.
       dtype: the result's dtype; default: x's dtype.
 
     Returns:

@@ -27,14 +27,14 @@ def logsumexp(
     Args:
       a: array of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy.
       axis: the axis or axes over which to sum; None: all.
-      b: factors of the exponentials, which broadcast with `a`. They, and complex `a`, run on XLA's operations, with a
+      b: factors for the exponentials, which broadcast with `a`. They, and complex `a`, run on XLA's operations, with a
         warning.
       keepdims: keep the axes, with size 1.
       return_sign: return a pair: the logarithm of the sum's absolute value, and its sign.
       where: boolean mask that broadcasts with `a`: the entries to sum over.
 
     Returns:
-      The logarithms, of the dtype of `a`; -inf where nothing is summed.
+      The logarithms, in the dtype of `a`; -inf if nothing is summed.
 
     Raises:
       TypeError: `a` is a list or boolean.

@@ -43,7 +43,7 @@ class _Reference:
 
 
 def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
-    """The reference, its result's shape and dtype, the dtypes of the kernels' operands or None, the precision."""
+    """The reference, its result's shape and dtype, the kernels' operand dtypes or None, the precision."""
     if preferred is not None:
         preferred = arguments.result_dtype(op, preferred, None, "preferred_element_type", accepted=None)
     precision = arguments.precision(op, "precision", precision)
@@ -73,7 +73,7 @@ def _plan(op, a, b, precision, preferred, out_sharding, dimension_numbers=None):
 
 
 def _kernel_operands(a, b, result, precision, promotes: bool) -> tuple[tuple[Any, Any], str | None]:
-    """The dtypes of the kernels' operands, and why there is no kernel; precision: as `precision_of` gives it."""
+    """The kernels' operand dtypes, and why there is no kernel; precision: as `precision_of` gives it."""
     dtypes, names = (a.dtype, b.dtype), {a.dtype.name, b.dtype.name}
     if names <= set(EIGHT_BITS):
         fits = result in (np.float32, jnp.bfloat16)
@@ -93,7 +93,7 @@ def _kernel_operands(a, b, result, precision, promotes: bool) -> tuple[tuple[Any
 
 
 def why_no_kernel(lhs: Any, rhs: Any, result: Any, precision: Any) -> str | None:
-    """Why `dot_general` of operands of these types would fall back to XLA's dot; None: it has a kernel."""
+    """Why `dot_general` on operands of these types would fall back to XLA's dot; None: it has a kernel."""
     return _kernel_operands(lhs, rhs, np.dtype(result), precision_of(precision), promotes=False)[1]
 
 
@@ -128,7 +128,7 @@ def matmul(
       out_sharding: as in jax.numpy.matmul.
       bias: array that broadcasts to the result's shape; added in f32 (f64).
       activation: None, "relu", "gelu" (the tanh form), "gelu_exact" (with erf) or "silu".
-      lhs_scale: scalar that multiplies `a`, such as the scale of an 8-bit tensor; used in f32 (f64).
+      lhs_scale: scalar that multiplies `a`, such as an 8-bit tensor's scale; used in f32 (f64).
       rhs_scale: scalar that multiplies `b`. In the formula, s is the product of both scales.
 
     Returns:
@@ -231,7 +231,7 @@ def dot_general(
     Args:
       lhs: array.
       rhs: array; if the dtypes differ, both operands promote.
-      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, axes of each operand.
+      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, each operand's axes.
       precision: as in jax.lax.dot_general; see :func:`jaxops.matmul`.
       preferred_element_type: the result's dtype; by default the operands promote.
       out_sharding: as in jax.lax.dot_general.
@@ -277,7 +277,7 @@ def general_product(
 ) -> jax.Array:
     """`dot_general` with the options of `matmul`, or without a triangle of the product: see `Spec`.
 
-    bias: of a floating dtype and the result's rank.
+    bias: in a floating dtype, with the result's rank.
     """
     lhs, rhs = arguments.array("dot_general", "lhs", lhs), arguments.array("dot_general", "rhs", rhs)
     try:

@@ -25,14 +25,14 @@ def rms_norm(
 
     Args:
       x: array of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy.
-      scale: multiplies the normalised values. Its shape is the shape of the normalised axes, in the order of x's axes.
+      scale: multiplies the normalised values. It has the normalised axes' shape, in the order of x's axes.
       axis: the axis or axes to normalise over; None: all axes.
       epsilon: added to the mean square, in x's units squared; a Python number, at least 0.
-      residual: array of x's shape, added to `x` first.
+      residual: array with x's shape, added to `x` first.
       dtype: the result's dtype. By default `x`, `residual` and `scale` promote, as in Flax.
 
     Returns:
-      The normalised array, of x's shape. With `residual`, the pair (normalised array, `x + residual`).
+      The normalised array, with x's shape. With `residual`, the pair (normalised array, `x + residual`).
 
     Raises:
       TypeError: an operand is a list, boolean or complex, `dtype` is not floating, or `epsilon` is traced.

@@ -19,7 +19,7 @@ def _plain_forward(rows, x, scale, bias, where, *, dtype, **causal):
 
 
 def _plain_backward(rows, y, scale, bias, where, dy, *, dtype, masked, **causal):
-    del bias, where, causal  # y tells what is masked
+    del bias, where, causal  # y tells which entries are masked
     y, dy = (value.astype(accumulator(value.dtype)) for value in (y, dy))
     mask = y != 0 if masked else None
     dy = _logits.visible(mask, dy)
@@ -64,7 +64,7 @@ def softmax(
         gradient are 0, even if the whole row is masked.
       scale: scalar that multiplies `x`; default 1. Differentiable.
       bias: array that broadcasts with `x` (both ways), added after scaling. Differentiable.
-      causal: if True, query i sees only keys 0 to i: entry (i, j) of the last two axes is masked unless j <= i.
+      causal: if True, query i sees only keys 0 to i: entry (i, j) along the last two axes is masked unless j <= i.
       dtype: the result's dtype; default: x's dtype.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The handlers on call frames made here: bounds of their reads and writes, and frames that XLA never sends."""
+"""The handlers on call frames made here: their reads' and writes' bounds, and frames that XLA never sends."""
 
 import dataclasses
 import itertools
@@ -56,7 +56,7 @@ def check_rows(half, memory, op, dtype, options, rng, columns, strided):
 @pytest.mark.parametrize("op", ROW_OPS)
 @every_options
 def test_memory_of_some_rows(half, op, dtype, options, memory, rng):
-    """Each result is written whole, nothing beside the buffers is, nor does what is there count."""
+    """Each result is written whole, and nothing beside the buffers; the memory beside them does not count either."""
     there = memory_of(memory, half)
     part = DTYPES.index(dtype)
     check_rows(half, there, op, dtype, options, rng, COLUMNS[part:-20:11], STRIDED[part::6])
@@ -69,7 +69,7 @@ def test_memory_of_some_rows(half, op, dtype, options, memory, rng):
 @every_options
 @pytest.mark.parametrize("quarter", range(4))
 def test_memory_of_rows_of_every_length(half, op, dtype, options, quarter, memory, rng):
-    """Under tools that watch memory some of them, of every placement."""
+    """Fewer under tools that watch memory, but every placement."""
     every = (COLUMNS_ONCE, STRIDED_ONCE) if frames.BARE else (COLUMNS, STRIDED)
     columns, strided = (lengths[quarter * len(lengths) // 4 : (quarter + 1) * len(lengths) // 4] for lengths in every)
     check_rows(half, memory_of(memory, half), op, dtype, options, rng, columns, strided)
@@ -81,7 +81,7 @@ def test_memory_of_rows_of_every_length(half, op, dtype, options, quarter, memor
 @pytest.mark.parametrize("op", ROW_OPS)
 @every_options
 def test_memory_of_many_rows(half, op, dtype, options, memory, rng):
-    """Several blocks of a GPU. Sums over rows in as many chunks as are best, and in eight, of more rows each."""
+    """Several blocks on a GPU. Sums over rows in the best number of chunks, and in eight, with more rows each."""
     there = memory_of(memory, half)
     for rows, columns in crowds(np.dtype(getattr(ml_dtypes, dtype, dtype)), half == "cuda", frames.BARE):
         for call in row_calls(op, dtype, options, False, half):
@@ -92,7 +92,7 @@ def test_memory_of_many_rows(half, op, dtype, options, memory, rng):
 @every_half
 @pytest.mark.parametrize("handler", plan_cases.HANDLERS)
 def test_memory_of_every_layout(half, handler, memory, rng):
-    """Of all pairs of dtypes, options that lie as x does and others, rows of several axes: some of short rows."""
+    """All pairs of dtypes, options that lie as x does and others, rows with several axes: some short rows."""
     there = memory_of(memory, half)
     short = [
         c
@@ -132,7 +132,7 @@ def test_results_do_not_depend_on_threads_or_streams(half, op, memory, rng):
 
 
 def refusal(half, call, operands, results):
-    """The error code of a call, which may get more buffers than it takes; None if there was no error."""
+    """A call's error code; it may get more buffers than it takes; None if there was no error."""
     try:
         frames.call_handler(half, call, operands[: len(call.operands)], results[: len(call.results)])
     except frames.HandlerError as error:
@@ -154,8 +154,8 @@ def check_malformed(half, memory, call):
         code = refusal(half, wrong, *where)
         count += 1
         if "dtype" in what and code in (expected, frames.UNIMPLEMENTED):
-            continue  # another combination of dtypes for which there is a kernel, or could be
-        # A flag and a sum of any rank will do, and any number of chunks.
+            continue  # another combination of dtypes that has a kernel, or could have one
+        # A flag and a sum may have any rank, and there may be any number of chunks.
         chunks = call.handler == "epilogue_bwd" and what[:8] in workspaces
         if ("shape" in what or chunks) and code == expected and call.handler in ("matmul", "epilogue_bwd"):
             continue
@@ -170,7 +170,7 @@ def check_malformed(half, memory, call):
 @pytest.mark.parametrize("across", [False, True], ids=["along", "across"])
 @every_options
 def test_malformed_frames_are_refused(half, op, across, options, memory):
-    """Wrong number, rank, size, dtype, memory of buffers; attributes missing, of a wrong type, out of range."""
+    """Buffers with a wrong number, rank, size, dtype or memory; attributes missing, with a wrong type, out of range."""
     for call in row_calls(op, "float32", options, across, half):
         assert check_malformed(half, memory.get(half, memory["cpu"]), call) > 100
 
@@ -240,7 +240,7 @@ def test_empty_epilogues(shape, memory):
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", TILE_DTYPES)
 def test_products_without_terms(name, memory):
-    """k = 0: zeros, by every kind of kernel; no operand has memory."""
+    """k = 0 gives zeros in every kind of kernel; no operand has memory."""
     there = memory_of(memory, "cuda")
     for tile in choices.TILES[name]:
         call = matmul_call(name, tile, TILE_DTYPES[name], (300, 520, 0))
@@ -270,7 +270,7 @@ def test_more_parts_than_tiles_along_k_are_refused(memory):
             continue
         (m, _), (_, n) = (operand.shape for operand in call.operands)
         pointers = [there.allocate(2000 * 2000) for _ in range(3)]
-        line = 128 // call.operands[0].dtype.itemsize  # of a k tile
+        line = 128 // call.operands[0].dtype.itemsize  # in a k tile
         for k, allowed in ((line, False), (line + 8, True)):
             shapes = zip(((m, k), (k, n)), call.operands, strict=True)
             short = call.replace(operands=tuple(frames.Operand(shape, old.code) for shape, old in shapes))

@@ -20,7 +20,7 @@ from jaxops import _cpu, _kernel, _load, _warnings
 
 
 def python(script, tmp_path, **environment):
-    """The output of a fresh interpreter. It runs elsewhere, so that it imports the installed package."""
+    """A fresh interpreter's output. It runs elsewhere, so that it imports the installed package."""
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=os.environ | environment
     )
@@ -143,7 +143,7 @@ print(len(jax.devices("cpu")))
 
 
 def test_import_is_fast(tmp_path):
-    """A fifth of the processor time of jax's own import; twice that is tolerated."""
+    """A fifth of the processor time that importing jax takes; twice that is tolerated."""
     script = """
 import time
 begin = time.process_time()
@@ -213,7 +213,7 @@ def test_without_handlers_calls_run_on_xla(op, without_handlers, rng):
 
 
 def test_without_handlers_matmul_runs_on_xla(without_handlers, on_gpu, rng):
-    """On the CPU that is what it does anyway, without a warning."""
+    """On the CPU it does so anyway, without a warning."""
     a, b = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 6), (6, 13)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""What profilers that listen to NVTX see of the kernels: XLA opens a range for every call, named by its operation."""
+"""The kernels as profilers that listen to NVTX see them: XLA opens a range for every call, named by its operation."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""The plans of rows on GPUs: functions of shape, dtype and device, which need no GPU (ffi/rows/plan.h)."""
+"""The row plans on GPUs: functions of shape, dtype and device, which need no GPU (ffi/rows/plan.h)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def every_plan(**fixed):
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("cluster", [1, 8, 16])
 def test_every_row_is_held(across, cluster):
-    """By threads of one block, or of a cluster that the device runs; else the row is read again in each pass."""
+    """By the threads of one block, or in a cluster that the device runs; else the row is read again in each pass."""
     kernels = set()
     for problem, plan in every_plan(across=across, most_cluster=cluster):
         kernels.add(plan["kernel"])
@@ -98,7 +98,7 @@ def test_staged_rows_have_their_sure_elements():
 
 @pytest.mark.parametrize("elements", ["bfloat16", "float32"])
 def test_threads_fit_the_length(elements):
-    """No warp of a block is without packs: an odd length costs no idle threads."""
+    """No warp in a block is without packs: an odd length costs no idle threads."""
     pack = pack_of(elements, False)
     for columns in range(pack, 40000, pack * 3):
         plan = _cpu.plan_rows(rows=10**6, columns=columns, elements=elements)

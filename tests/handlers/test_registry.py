@@ -82,7 +82,7 @@ def calls(x):
 
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_lowering_calls_every_handler(platform):
-    """Lowering for a platform needs no device of it. The product is one for which XLA's own dot is not chosen."""
+    """Lowering for a platform does not need its device. The product is one for which XLA's own dot is not chosen."""
     x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
     text = jax.jit(calls).trace(x).lower(lowering_platforms=(platform,)).as_text()
     for name in _kernel.KERNELS:
@@ -99,7 +99,7 @@ def test_other_platforms_lower_to_plain_jax(monkeypatch):
 
 @pytest.mark.cuda
 def test_cuda_half_links_no_driver(cuda):
-    """It imports where there is no driver: libcuda is not among its libraries, and the runtime is linked statically."""
+    """It imports without a driver: libcuda is not among its libraries, and the runtime is linked statically."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("no /proc")

@@ -24,7 +24,7 @@ def draw(rng, shape, dtype="float32"):
 
 
 def softmax_calls(rng, op):
-    """Functions of x and further operands, and those operands."""
+    """Functions of x and further operands, and the operands."""
     call = getattr(jaxops, op)
     bias, where = draw(rng, (1, 3, 16, 24)), rng.random((4, 1, 1, 24)) < 0.8
     where[1] = False
@@ -101,19 +101,20 @@ def test_handlers_agree_with_plain_jax(op, dtype, rng, monkeypatch):
             assert ours.dtype == plain.dtype and ours.shape == plain.shape, (name, i)
             ours, plain = (np.asarray(v).astype(np.float64) for v in (ours, plain))
             size = np.abs(np.where(np.isfinite(plain), plain, 0)).max()
-            # softmax's gradient starts from its rounded result: an ulp of that, where exponentials differ by rounding.
+            # softmax's gradient starts from its rounded result: an ulp of the result, if exponentials differ by
+            # rounding.
             coarsest = max((x.dtype, got[0].dtype), key=lambda d: float(jnp.finfo(d).eps))
             tolerance = {"float32": 1e-5, "float64": 1e-12}.get(str(coarsest), 2e-2)
             what = f"{name}: result {i}"
             atol = tolerance * max(size, 1e-3)
-            if (op, name, i) == ("layer_norm", "no axes", 1):  # 0, left over by terms of dy / sqrt(epsilon)
+            if (op, name, i) == ("layer_norm", "no axes", 1):  # 0, left over by terms dy / sqrt(epsilon)
                 atol = max(atol, 4e3 * float(jnp.finfo(accumulator(dtype)).eps))
             np.testing.assert_allclose(ours, plain, rtol=tolerance, atol=atol, err_msg=what)
 
 
 # --- rows that blocks share in parts ---
 
-#: Shapes and axes: rows of adjacent elements, a multiple of a pack or not, and of elements along two axes apart; rows
+#: Shapes and axes: rows with adjacent elements, whole packs or not, and with elements along two separate axes; rows
 #: across, in packs and not.
 IN_PARTS = [((1, 1048583), (1,)), ((3, 600009), (1,)), ((2, 600008), (1,)), ((70, 3, 151), (0, 2))]
 IN_PARTS += [((9, 2, 4096), (0, 2)), ((2, 16500, 8), (1,)), ((2, 2500, 3), (1,))]
@@ -182,11 +183,11 @@ def test_parameter_gradients_of_rows_in_parts(op, columns, rng):
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-5, err_msg=f"result {i}")
 
 
-# --- what XLA adds around the kernels ---
+# --- operations that XLA adds around the kernels ---
 
 
 def other_instructions(function, *operands) -> list[str]:
-    """The instructions of the compiled program, beside kernels, whose result has at least as many elements as x."""
+    """The compiled program's instructions, beside kernels, whose result has at least as many elements as x."""
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         text = jax.jit(function).lower(*operands).compile().as_text()
     assert 'custom_call_target="jaxops.' in text

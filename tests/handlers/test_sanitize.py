@@ -22,7 +22,7 @@ ROW = "_ZN6jaxops4rows9RowKernelINS0_5AlongILNS0_7SharingE1ELi8ELi80EEELi8ELNS0_
 
 
 def test_one_call_for_each_plan():
-    """Every kind of kernel of every op is among them; they are few enough to run under racecheck."""
+    """They cover every kind of kernel in every op; they are few enough to run under racecheck."""
     calls = plan_cases.distinct_calls()
     plans = [plan_cases.plan_of(call) for call in calls]
     assert len(set(plans)) == len(plans) < 4000
@@ -51,7 +51,7 @@ def test_calls_are_those_that_jax_makes(op):
 
 
 def test_handlers_take_the_calls():
-    """On the CPU half, of few elements."""
+    """On the CPU half, with few elements."""
     memory, rng, count = frames.Host(), np.random.default_rng(0), 0
     for call in plan_cases.distinct_calls():
         if sum(buffer.bytes for buffer in (*call.operands, *call.results)) < 1 << 16:
@@ -93,7 +93,7 @@ def test_kernels_once_under_a_tool(sanitize_gpu, tmp_path, monkeypatch, capfd):
 
 
 def test_gpus_of_workers(tmp_path, monkeypatch):
-    """Those of the machine, or those that are chosen already, another one first in each worker."""
+    """The machine's GPUs, or the ones that are chosen already, with another one first in each worker."""
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\nfor i in 0 1 2; do echo GPU $i: one; done\n")
     fake.chmod(0o755)
@@ -114,7 +114,7 @@ def test_gpus_of_workers(tmp_path, monkeypatch):
 
 
 def test_counts_of_kernels(tmp_path):
-    """Names out of a module's .rodata, and what they are."""
+    """Names out of a module's .rodata, and their meaning."""
     path = pathlib.Path(__file__).parents[2] / "tools/kernels.py"
     spec = importlib.util.spec_from_file_location("kernels", path)
     tool = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""The bounds of accuracy.py hold on the device at hand, and its page says what was measured."""
+"""The bounds in accuracy.py hold on the device at hand, and its page shows the measured figures."""
 
 import accuracy
 import fuzz
@@ -6,12 +6,13 @@ import pytest
 from accuracy import FIGURES, bound
 
 #: An op counts as no worse than the reference below these, a few roundings, or below so many times its error: each
-#: figure is the worst of few numbers, of a scale's gradient of a single one, and which of two is nearer is chance. The
-#: most, on the CPU: 1.9 times, the gradient of softmax's scale in float64; and 1.4 times, x's gradient in float16 over
-#: rows of 2^20, where probabilities are denormal.
+#: figure is the worst among few numbers, for a scale's gradient a single one, and chance decides which of two is
+#: nearer. The most, on the CPU: 1.9 times, for the gradient of softmax's scale in float64; and 1.4 times, for x's
+#: gradient in float16 over rows of 2^20, whose probabilities are denormal.
 ROUNDING = {"ulp": 3.0, "units": 1.25, "norm": 4.0, "gradient_units": 1.25}
 TIMES = 2.0
-#: So many times as much in float64, which nothing wider sums: whose order of summation suits the numbers is chance too.
+#: So many times as much in float64, which nothing wider sums: chance also decides whose summation order suits the
+#: numbers.
 ROUNDING_OF_FLOAT64 = 8
 
 QUICK = [(op, dtype) for op in accuracy.OPS for dtype in ("float32", "bfloat16")]
@@ -53,7 +54,7 @@ def test_the_page_is_that_of_the_results():
 
 
 def test_errors_are_seen():
-    """An error of 3 ulp in one element counts as such, and a NaN that should not be there."""
+    """An error of 3 ulp in one element counts as an error, and so does a NaN that should not be there."""
     case = accuracy.cases("rms_norm", "float32", long=False)[""][0]
 
     def wrong(factor):

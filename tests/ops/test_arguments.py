@@ -225,7 +225,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name):
-    """Names, kinds and defaults are part of the contract."""
+    """The contract includes names, kinds and defaults."""
     signature = inspect.signature(getattr(jaxops, name))
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     assert str(inspect.Signature(bare)) == SIGNATURES[name]
@@ -263,7 +263,7 @@ def causal(query, key):
     return LOGITS | {"query_axis": np.int64(query), "key_axis": np.int64(key)}
 
 
-#: Kernel, operands, results and attributes of wrong calls.
+#: Wrong calls: kernel, operands, results and attributes.
 HANDLER_CASES = {
     "axes beyond the rank": ("softmax_fwd", [((3,), F32)], [((3,), F32)], LOGITS),
     "a negative axis": ("softmax_fwd", [FULL], [FULL], LOGITS | {"axes": np.array([-1])}),
@@ -360,7 +360,7 @@ HANDLER_CASES = {
 
 @pytest.mark.parametrize("name", HANDLER_CASES)
 def test_handlers_refuse_wrong_calls(name):
-    """A wrong call of a handler itself is an error that leaves the process alive."""
+    """A wrong call to a handler itself is an error that leaves the process alive."""
     kernel, operands, results, attributes = HANDLER_CASES[name]
     call = jax.jit(
         lambda *xs: jax.ffi.ffi_call(

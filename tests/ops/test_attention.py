@@ -212,7 +212,7 @@ def test_forward_mode_and_second_order(x64, rng):
 
 
 def sizes(jaxpr, found=None):
-    """The sizes of all values in a program, with those of programs in it."""
+    """The sizes of all values in a program and in the programs inside it."""
     found = set() if found is None else found
     for equation in jaxpr.eqns:
         found.update(variable.aval.size for variable in equation.outvars if hasattr(variable.aval, "size"))
@@ -303,7 +303,7 @@ def _mesh(shape, names, kind):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=jax.devices()[: np.prod(shape)])
 
 
-#: What is split: batch and heads, the queries, both lengths (context parallel).
+#: The split axes: batch and heads, the queries, both lengths (context parallel).
 SPLITS = {
     "batch and heads": (PartitionSpec("x", None, "y"), PartitionSpec("x", None, "y")),
     "queries": (PartitionSpec(None, ("x", "y")), PartitionSpec()),
@@ -315,7 +315,7 @@ SPLITS = {
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("split", SPLITS)
 def test_sharded(split, kind, rng):
-    """Values and gradients are those of one device, and nothing but keys, values and their gradients moves."""
+    """Values and gradients are one device's, and only keys, values and their gradients move."""
     mesh = _mesh((2, 2), ("x", "y"), kind)
     options = {"is_causal": True, "local_window_size": (20, 3), "query_lengths": [30, 9, 32, 0]}
     case = draw(rng, (4, 32, 32, 4, 2, 8), **options)
@@ -340,7 +340,7 @@ def test_sharded(split, kind, rng):
     else:
         assert gathers and reductions
         for line in text.splitlines():
-            if " all-gather(" in line:  # of key and value, whole along their axis of keys
+            if " all-gather(" in line:  # key and value, whole along their key axis
                 assert "32,2,8]" in line or "8,2,32]" in line or "2,32,8]" in line or "2,8,32]" in line, line
 
 
@@ -460,7 +460,7 @@ def test_kernels_under_vmap(mapped, rng):
 @on_hopper
 @pytest.mark.parametrize("depth", [64, 128, 192])
 def test_kernels_of_parts_of_the_queries(depth, rng):
-    """As devices run them that share the queries: the parts' results and gradients are those of the whole."""
+    """The parts run as on devices that share the queries: their results and gradients equal the whole's."""
     case = draw(rng, (2, 384, 384, 4, 2, depth), "bfloat16")
     query, key, value = case.arrays.values()
     query = query.reshape(2, 384, 2, 2, depth)
@@ -483,7 +483,7 @@ def test_kernels_of_parts_of_the_queries(depth, rng):
 
 
 def _arranged(kind, rng, queries, keys, heads):
-    """Segments or a mask: of ranges alone, or with gaps."""
+    """Segments or a mask: only ranges, or with gaps."""
     i, j = np.arange(queries)[:, None], np.arange(keys)[None]
     documents = np.minimum(np.arange(keys) // 150, 3)
     masks = {
@@ -526,7 +526,8 @@ ARRANGED += ["ascending", "padded", "backwards", "mixed", "short"]
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernels_of_ranges_and_of_gaps(kind, depth, causal, rng):
-    """What segments or a mask let queries see is a range, for the fast kernel, or has gaps, for the other one."""
+    """The keys that segments or a mask let queries see form a range, for the fast kernel, or have gaps, for the other
+    one."""
     groups = 4 if kind == "mask of heads" else 2
     queries, keys = (390, 517) if depth == 64 else (400, 512)
     case = draw(rng, (2, queries, keys, 4, groups, depth), "bfloat16", is_causal=causal, query_lengths=[queries, 350])
@@ -541,7 +542,7 @@ def test_kernels_of_ranges_and_of_gaps(kind, depth, causal, rng):
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_of_biases(shape, depth, dtype, rng):
-    """The copy engine brings biases of 16 bits whose rows are aligned."""
+    """The copy engine brings 16-bit biases whose rows are aligned."""
     more = {"is_causal": True} if depth == 64 else {"segments": True, "sinks": True} if depth == 128 else {}
     case = draw(rng, (2, 300, shape[-1], 4, 2, depth), "bfloat16", bias=shape, key_lengths=[shape[-1], 400], **more)
     case.arrays["bias"] = case.arrays["bias"].astype(dtype)
@@ -566,7 +567,7 @@ def test_kernels_of_more_documents_than_they_count(rng):
 
 @on_hopper
 def test_kernels_of_more_than_2_to_the_31_elements():
-    """The end of long operands is what it is alone."""
+    """The end of long operands gives the same result alone."""
     if jax.devices()[0].memory_stats()["bytes_limit"] < 60e9:
         pytest.skip("needs 60 GB of memory")
     tokens, heads, few = 2**17 + 70, 256, 640

@@ -15,7 +15,7 @@ import jaxops
 loss = jaxops.softmax_cross_entropy_with_integer_labels
 INF, NAN = np.inf, np.nan
 
-#: Rows of a few elements, around packs and warps, unaligned, and long.
+#: Rows with a few elements, around packs and warps, unaligned, and long.
 SHAPES = ((1, 1), (3, 2), (5, 7), (2, 3, 33), (7, 128), (65, 1000), (3, 4097), (2, 50257))
 
 
@@ -139,7 +139,7 @@ def test_label_dtypes(rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_value_and_grad(dtype, rng):
-    """Both in one call: as the loss and its gradient with the weights as cotangents."""
+    """One call gives both: they equal the loss and its gradient with the weights as cotangents."""
     x, labels, weights = draw(rng, (6, 5, 41), dtype)
     labels[0, :3] = 2, 1, 0
     where = rng.random((6, 1, 41)) < 0.7
@@ -214,7 +214,7 @@ def test_infinite_logits_and_nan():
         got = np.asarray(loss(x, array))
         np.testing.assert_allclose(got, optax.softmax_cross_entropy_with_integer_labels(x, array), rtol=1e-6)
     gradient = np.asarray(jax.grad(lambda x: jnp.sum(jnp.where(jnp.isfinite(loss(x, labels)), loss(x, labels), 0)))(x))
-    np.testing.assert_array_equal(gradient[[0, 1, 2, 4]], 0)  # of an infinite loss nothing was asked for
+    np.testing.assert_array_equal(gradient[[0, 1, 2, 4]], 0)  # no gradient of an infinite loss was asked for
 
 
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -281,7 +281,7 @@ def test_runs_are_bitwise_equal(rng):
 
 
 def test_no_one_hot_and_no_wide_logits():
-    """The compiled forward and backward pass hold nothing of the logits' size but them and their gradient."""
+    """The compiled forward and backward pass hold nothing as large as the logits except them and their gradient."""
     x, labels = jnp.zeros((64, 4096), jnp.bfloat16), jnp.zeros(64, jnp.int32)
     compiled = jax.jit(jax.grad(lambda x: jnp.mean(loss(x, labels)))).lower(x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes // 4

@@ -8,13 +8,13 @@ import sys
 import determinism
 import pytest
 
-#: Else XLA times variants of its matrix products and sums in each process, and which is fastest differs.
+#: Else XLA times its variants for matrix products and sums in each process, and the fastest one differs.
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 
 @functools.cache
 def printed(busy: bool = False, flags: str = "", number: int = 0) -> str:
-    """The output of a separate process; number: tells equal calls apart."""
+    """A separate process's output; number: tells equal calls apart."""
     del number
     result = subprocess.run(
         [sys.executable, determinism.__file__, *(["--busy"] if busy else [])],
@@ -43,7 +43,7 @@ def test_while_other_work_shares_the_device():
 
 @pytest.mark.slow
 def test_with_other_numbers_of_threads(on_gpu):
-    """On the CPU, of XLA's pool, which another number of devices shares; XLA's own products depend on it there."""
+    """On the CPU, another number of devices shares XLA's thread pool; XLA's own products depend on it there."""
     few, all_of_them = (
         [line for line in text.splitlines() if on_gpu or not line.startswith("matmul")]
         for text in (printed(flags="--xla_force_host_platform_device_count=5"), printed())

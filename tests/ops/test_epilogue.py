@@ -1,4 +1,4 @@
-"""The backward pass of a matmul's bias and activation, against float64, and its derivatives."""
+"""The backward pass for a matmul's bias and activation, against float64, and its derivatives."""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def test_gradients(activation, dtype, rng, on_gpu):
 
 
 def test_the_bias_gradient_is_summed_before_rounding(rng):
-    """In float32, whatever the dtype of the cotangent that goes on to the product."""
+    """In float32, whatever dtype the product's cotangent has."""
     x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((2000, 16), (16, 8)))
     options = {"activation": "silu", "preferred_element_type": "float32"}
     dbias = jax.grad(lambda bias: jnp.sum(jaxops.matmul(x, w, bias=bias, **options)))(jnp.zeros(8))
@@ -78,7 +78,7 @@ def test_the_bias_gradient_is_summed_before_rounding(rng):
 
 @pytest.mark.cuda
 def test_one_kernel_for_both_gradients():
-    """Lowered for a GPU: one call of ours between the cotangent and the product, and no reduction of XLA's."""
+    """Lowered for a GPU: one jaxops call between the cotangent and the product, and no XLA reduction."""
 
     def loss(w, bias, x, weight):
         return jnp.sum(jaxops.matmul(x, w, bias=bias, activation="gelu") * weight)

@@ -1,12 +1,12 @@
-"""Some random calls of every op, the same in every run, and the calls that once failed. `make fuzz` runs many more."""
+"""Some random calls to every op, the same in every run, and the calls that once failed. `make fuzz` runs many more."""
 
 import fuzz
 import pytest
 from fuzz import Case
 
-#: What failed, as small as it was found.
+#: Calls that failed, as small as they were found.
 REGRESSIONS = {
-    # The tangent of a scale was lost where the probability underflows.
+    # A scale's tangent was lost if the probability underflows.
     "log_softmax's tangent of an underflowing probability": Case(
         "log_softmax",
         (("x", (1, 2047), "float32"), ("scale", (), "float32")),
@@ -14,14 +14,14 @@ REGRESSIONS = {
         values=("logits", "one hot"),
         derivative="jvp",
     ),
-    # The tangent of a bias alone had the bias's shape.
+    # A bias's tangent, alone, had the bias's shape.
     **{
         f"{op}'s tangent of a bias that broadcasts": Case(
             op, (("x", (5, 7), "int8"), ("bias", (1,), "float32")), (("axis", -1),), derivative="jvp"
         )
         for op in ("softmax", "log_softmax")
     },
-    # XLA rounds a gradient in float64 to 0 where bfloat16 has only denormals for it; the check asked for those.
+    # XLA rounds a float64 gradient to 0 if bfloat16 has only denormals for it; the check asked for the denormals.
     "softmax's gradient of a bfloat16 bias beside float64": Case(
         "softmax",
         (("x", (32,), "float64"), ("bias", (32,), "bfloat16")),
@@ -30,7 +30,7 @@ REGRESSIONS = {
         derivative="vjp",
         seed=59,
     ),
-    # The square of a distance between means overflowed.
+    # A squared distance between means overflowed.
     "layer_norm of rows with means beyond 1.8e19": Case(
         "layer_norm",
         (("x", (4, 256), "float32"), ("scale", (256,), "float32")),

@@ -1,4 +1,4 @@
-"""gated_matmul and gated_mlp: values and derivatives against float64, what is kept for these, Hopper's kernels."""
+"""gated_matmul and gated_mlp: values and derivatives against float64, the residuals kept for them, Hopper's kernels."""
 
 import dataclasses
 import re
@@ -64,7 +64,7 @@ def test_rounding(rng):
     x, w_gate, w_up = (np.asarray(v).astype(np.float64) for v in xs)
     gates, ups = x @ w_gate, x @ w_up
     wanted = gates / (1 + np.exp(-gates)) * ups
-    # Three roundings; the derivative of silu is at most 1.1.
+    # Three roundings; silu's derivative is at most 1.1.
     bound = 2**-8 * (1.1 * np.abs(gates * ups) + 2 * np.abs(wanted)) + 1e-6
     assert np.all(np.abs(np.asarray(got).astype(np.float64) - wanted) <= bound)
 
@@ -86,7 +86,7 @@ WHOLE = (*HALF, (24, 40))
 
 
 def near(got, wanted, share):
-    """Whether a result differs from another by at most this share of its norm."""
+    """Whether a result's distance from another is at most this share of its norm."""
     got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
     return got.shape == wanted.shape and np.linalg.norm(got - wanted) <= share * np.linalg.norm(wanted)
 
@@ -152,7 +152,7 @@ def test_what_a_whole_mlp_keeps(dtype, recompute, rng):
 @pytest.mark.parametrize("op, shapes", [(jaxops.gated_matmul, HALF), (jaxops.gated_mlp, WHOLE)])
 @pytest.mark.parametrize("here", [False, True], ids=["composed", "local"])
 def test_split_over_devices(op, shapes, spec, here, rng, monkeypatch):
-    """Rows, columns of the first weights (rows of the last), or the first contracted axis are split.
+    """Rows, the first weights' columns (the last weights' rows), or the first contracted axis are split.
 
     here: each device's part as on a GPU that has the kernels, by the products that are chosen there for small sizes.
     """
@@ -175,7 +175,7 @@ def test_split_over_devices(op, shapes, spec, here, rng, monkeypatch):
 
 hopper = pytest.mark.gpu("9.0")
 ACCEPTED = ("silu", "gelu", "gelu_exact", "relu")
-#: m, n and k of products: parts of a tile, odd rows, columns at the edges of tiles, several tiles a block.
+#: Products' m, n and k: parts of a tile, odd rows, columns at tile edges, several tiles a block.
 SIZES = (
     *((200, 328, 256), (333, 520, 1032), (1, 8, 96), (64, 1000, 640), (129, 264, 4104), (17, 400, 2048)),
     *((8, 64, 64), (130, 72, 8), (1000, 2056, 72), (257, 136, 1000), (2056, 1992, 200), (128, 192, 128)),
@@ -194,12 +194,12 @@ def force(monkeypatch):
 
 
 def sums_error(x, w):
-    """A bound for the error of f32 sums of the products of x and w, truncated after every few."""
+    """A bound on the error of f32 sums of the products of x and w, truncated after every few."""
     return (8 + x.shape[-1] / 16) * 2**-23 * (np.abs(x) @ np.abs(w))
 
 
 def within(got, wanted, bound):
-    """Whether each element of a 16-bit result is within `bound` of the exact one, and its rounding."""
+    """Whether each element in a 16-bit result is within `bound` and its rounding from the exact one."""
     finfo = jnp.finfo(got.dtype)
     got = np.asarray(got, np.float64)
     rounding = float(finfo.eps) / 2 * (np.abs(wanted) + bound) + float(finfo.smallest_subnormal)
@@ -225,7 +225,7 @@ def test_forward_kernel(size, dtype, force, rng):
     for (alone, whole), activation in zip(zip(first[::2], first[1::2], strict=True), ACCEPTED, strict=True):
         act, *_ = oracle.activate(activation, gate)
         bound = 1.2 * gate_error * (np.abs(up) + up_error) + np.abs(act) * up_error + 2**-18 * np.abs(act * up)
-        bound += 2**-20 * np.abs(up)  # of an activation near 0 after cancellation
+        bound += 2**-20 * np.abs(up)  # for an activation near 0 after cancellation
         within(alone[0], act * up, bound)
         np.testing.assert_array_equal(alone[0], whole[0])
         within(whole[1], gate, gate_error)
@@ -263,7 +263,7 @@ def test_backward_kernel(size, dtype, force, rng):
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize("op, down", [(jaxops.gated_matmul, False), (jaxops.gated_mlp, True)])
 def test_gradients_of_the_kernels(op, down, dtype, force, rng):
-    """Against f32, with rows of several axes, second order, vmap, and rounding alone between."""
+    """Against f32, with rows along several axes, second order, vmap, and rounding alone between."""
     shapes = [(3, 67, 136), (136, 200), (136, 200), *([(200, 72)] if down else [])]
     sizes = [1, *(shape[0] ** -0.5 for shape in shapes[1:])]
     xs, moved = (
@@ -289,7 +289,7 @@ def test_gradients_of_the_kernels(op, down, dtype, force, rng):
 @hopper
 @pytest.mark.cuda
 def test_operands_beside_a_pack(force, rng):
-    """Slices that begin between multiples of 16 bytes, which the copy engine cannot read."""
+    """Slices that begin between 16-byte multiples, which the copy engine cannot read."""
     m, n, k = 40, 24, 16
     flat = [draw(rng, (1 + a * b,)).astype("bfloat16") for a, b in ((m, k), (k, n), (k, n))]
 

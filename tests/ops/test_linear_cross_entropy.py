@@ -44,7 +44,7 @@ def value_and_gradients(function, operands, cotangent):
 
 @pytest.mark.parametrize("reduction", [None, "sum", "mean"])
 def test_against_float64(reduction, rng, full_precision):
-    """Every option; one chunk and several, of which the first has another size; random cotangents."""
+    """Every option; one chunk and several, the first with another size; random cotangents."""
     x, w, bias, weights, labels = draw(rng)
     weights = jnp.abs(weights) + 0.1
     cotangent = rng.standard_normal(TOKENS if reduction is None else ())
@@ -85,7 +85,7 @@ def test_tied_weights_and_leading_axes(rng, full_precision):
 
 
 def test_f32_weights_with_bf16_products(rng):
-    """The gradient of f32 weights is summed over chunks in f32: it is that of one product, within f32's rounding."""
+    """f32 weights' gradients are summed over chunks in f32: they equal one product's, within f32's rounding."""
     x, w, _, _, labels = draw(rng)
     x = x.astype(jnp.bfloat16)
     for reduction in ("sum", None):
@@ -164,7 +164,7 @@ def compiled(function, *shapes):
 
 
 def test_no_logits_of_all_tokens():
-    """In the HLO of a gradient nothing has the size of the logits, whose memory a chunk's bounds."""
+    """In a gradient's HLO nothing is as large as the logits; a chunk's logits bound the memory."""
     tokens, width, columns = 4096, 16, 3000
     labels = jnp.zeros(tokens, jnp.int32)
     for reduction in ("mean", None):
@@ -204,7 +204,7 @@ def test_number_of_products():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("split", ["tokens", "vocabulary", "both"])
 def test_split_over_devices(kind, split, rng, full_precision):
-    """Values and gradients are those of one device; nothing of the logits' size, nor x or w, is communicated."""
+    """Values and gradients are one device's; nothing as large as the logits, nor x or w, is communicated."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     x = jnp.asarray(rng.standard_normal((16, 6)), jnp.float32)
     w = jnp.asarray(rng.standard_normal((6, 24)), jnp.float32)

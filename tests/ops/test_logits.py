@@ -1,4 +1,4 @@
-"""Scale, bias, where and causal of softmax and log_softmax, in every combination, forward and backward."""
+"""Scale, bias, where and causal in softmax and log_softmax, in every combination, forward and backward."""
 
 import itertools
 
@@ -17,7 +17,7 @@ import jaxops
 SHAPE = (2, 3, 5, 7)  # batch, heads, queries, keys
 CAUSAL = np.tril(np.ones(SHAPE[2:], bool))
 
-#: Shapes of a bias, as in attention: relative positions, a slope for each head, padding, and every other form.
+#: Bias shapes, as in attention: relative positions, a slope for each head, padding, and every other form.
 BIAS = [(1, 3, 5, 7), (5, 7), (3, 1, 1), (2, 1, 1, 7), (7,), (2, 3, 1, 7), (2, 3, 5, 1), (2, 3, 5, 7), ()]
 WHERE = [(2, 1, 1, 7), (5, 7), (2, 1, 5, 7), (2, 3, 5, 7), (2, 3, 5, 1), (3, 1, 1)]
 
@@ -27,12 +27,12 @@ def draw_mask(rng, shape):
 
 
 def rounding_of(logits):
-    """The relative error that exp makes of the rounding of the logits to f32."""
+    """The relative error after exp if the logits are rounded to f32."""
     return 0.5 * float(np.abs(logits).max()) * coarsest("float32")
 
 
 def options_of(op, axis, where, causal, names):
-    """The op as a function of x and the operands named."""
+    """The op as a function of x and the named operands."""
 
     def call(x, *values):
         return OPS[op][0](x, axis, where, causal=causal, **dict(zip(names, values, strict=True)))
@@ -41,7 +41,7 @@ def options_of(op, axis, where, causal, names):
 
 
 def check(op, got, operands, cotangent, names, axis=-1, where=None, causal=False, what=""):
-    """Value and gradients of x and of the operands named against float64."""
+    """Compares value and gradients, for x and the named operands, with float64."""
     x, *values = operands
     given = dict(zip(names, values, strict=True))
     scale, bias = (wide(given.get(name, default)) for name, default in (("scale", 1.0), ("bias", 0.0)))
@@ -76,7 +76,7 @@ def draw(rng, names, dtype="float32", bias_shape=(1, 3, 5, 7), bias_dtype="float
 @every_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_combination(op, dtype, rng):
-    """Scale, bias, where and causal: each alone, and all sets of them."""
+    """Scale, bias, where and causal: each alone, and all their sets."""
     cases, operands, cotangents = [], [], []
     for count in range(3):
         for names in itertools.combinations(("scale", "bias"), count):
@@ -102,11 +102,11 @@ def test_every_combination(op, dtype, rng):
 @every_op
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
-    """Scales of both signs and zero; masked entries, in one row all entries, are infinite or NaN."""
+    """Positive and negative scales and zero; masked entries, in one row all entries, are infinite or NaN."""
     aligned = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 40000)
     unaligned = (5, 30, 61, 99, 197, 333, 577, 1001, 2047, 4095, 8191, 9001)
     shapes = [(20, columns) for columns in (*aligned, *unaligned)] + [(600, 577)]
-    shapes += [(20, 1100), (20, 9004)]  # whole packs of half as many elements
+    shapes += [(20, 1100), (20, 9004)]  # whole packs with half as many elements
     shapes += [(beyond_few(columns, dtype), columns) for columns in (64, 256, 512, 1024, 2048, 4096)]
     shapes = shapes if on_gpu else [(20, 64), (99, 99), (20, 333)]
     cases, operands = [], []
@@ -148,7 +148,7 @@ def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
 @pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16", "float32"), ("float32", "bfloat16")], ids=str)
 @pytest.mark.parametrize("axis", [-1, (-2, -1), 1, (1, 3)], ids=str)
 def test_bias_gradient(op, axis, dtypes, rng):
-    """Each form of a bias, with and without the other options, along every kind of axes."""
+    """Each bias form, with and without the other options, along every kind of axes."""
     cases = [
         (shape, names, options) for shape in BIAS for names, options in ((("bias",), False), (("scale", "bias"), True))
     ]
@@ -171,7 +171,7 @@ def test_bias_gradient(op, axis, dtypes, rng):
 @every_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bias_gradient_over_many_rows(op, dtype, rng):
-    """Of short rows: many to a group, and many groups; and of longer ones that are no whole packs."""
+    """Short rows: many to a group, and many groups; and longer ones that are no whole packs."""
     cases = [((70, 13, 7, 3), (1, 13, 7, 3)), ((300, 6, 8), (6, 8)), ((80, 11, 33), (11, 33)), ((3, 900, 5), (900, 5))]
     cases += [((64, 2, columns), (2, columns)) for columns in (129, 333, 1501, 3001)]
     operands = [draw(rng, ("bias",), dtype, bias, shape=shape) for shape, bias in cases]
@@ -189,7 +189,7 @@ def test_bias_gradient_over_many_rows(op, dtype, rng):
 @every_op
 @pytest.mark.parametrize("axis", [-1, 0, (0, 2), (1, 3), None], ids=str)
 def test_where_forms(op, axis, rng):
-    """Every form of a mask along adjacent axes, axes apart and all axes; bias and a constant scale in the kernel."""
+    """Every mask form along adjacent axes, axes apart and all axes; bias and a constant scale in the kernel."""
     x, bias = draw(rng, ("bias",), bias_shape=(2, 1, 1, 7))
     masks = [draw_mask(rng, shape) for shape in WHERE]
     cotangent = jnp.asarray(rng.standard_normal(SHAPE), jnp.float32)
@@ -245,7 +245,7 @@ def test_scalars_and_no_axes(op):
 
 @every_op
 def test_long_rows(op, rng):
-    """Gradients of rows that one block holds, and of longer ones."""
+    """Gradients for rows that one block holds, and for longer ones."""
     for columns in (32768, 32769):
         x, bias = draw(rng, ("bias",), bias_shape=(columns,), shape=(3, columns))
         mask, cotangent = draw_mask(rng, (3, 1)), jnp.asarray(rng.standard_normal((3, columns)), jnp.float32)
@@ -270,7 +270,7 @@ def test_long_rows_across(op, dtype, shape, rng):
 
 @every_op
 def test_many_rows(op, rng):
-    """Sums of the bias over more rows than one chunk holds, in one group and in several."""
+    """The bias gradient's sums over more rows than one chunk holds, in one group and in several."""
     forms = [((500, 3, 40), (40,)), ((500, 3, 40), (3, 40)), ((3, 700, 9), (3, 1, 9)), ((9, 9, 9, 65), (9, 1, 65))]
     for shape, bias_shape in forms:
         x, bias = draw(rng, ("bias",), bias_shape=bias_shape, shape=shape)
@@ -279,7 +279,7 @@ def test_many_rows(op, rng):
         check(op, got, (x, bias), cotangent, ("bias",), what=f"{shape}, bias {bias_shape}")
 
 
-# --- what masked entries hold ---
+# --- values in masked entries ---
 
 
 @every_op
@@ -317,7 +317,7 @@ def test_masked_gradients_are_zero_in_rows_of_nan(op):
 
 
 def mapped_operands(rng, mapped, axes):
-    """x, scale, bias and where of a [heads, queries, keys] call, those mapped with an axis of 4 more."""
+    """x, scale, bias and where for a [heads, queries, keys] call; mapped operands have another axis of 4."""
     shapes = {"x": (3, 5, 7), "scale": (), "bias": (3, 5, 7), "where": (1, 1, 7)}
     operands, in_axes = [], []
     for name, shape in shapes.items():
@@ -416,7 +416,7 @@ def test_control_flow(op, transform, rng):
         np.testing.assert_allclose(got, target, rtol=1e-4, atol=1e-5 * float(jnp.abs(target).max()))
 
 
-# --- only what is asked for is computed ---
+# --- only wanted results are computed ---
 
 
 @every_op
@@ -441,7 +441,7 @@ def test_pullbacks_of_one_function(op, wrap, rng):
 
 @every_op
 def test_unwanted_gradients_cost_nothing(op, rng):
-    """The backward pass is one kernel with one result; without the gradient of the bias there is nothing else."""
+    """The backward pass is one kernel with one result; without the bias gradient there is nothing else."""
     x, scale, bias = draw(rng, ("scale", "bias"))
 
     def total(x, scale, bias):
@@ -459,7 +459,7 @@ def test_unwanted_gradients_cost_nothing(op, rng):
 
 @every_op
 def test_masked_entries_may_hold_anything_in_second_derivatives(op, rng):
-    """The gradient with respect to the scale of a tangent, which multiplies the scale by x."""
+    """The gradient with respect to the scale inside a tangent, which multiplies the scale by x."""
     x = rng.standard_normal((3, 7)).astype(np.float32)
     mask = rng.random(x.shape) < 0.7
     mask[:, 0] = True
@@ -491,7 +491,7 @@ def _large(rng, names):
     operands = {"x": x.astype(np.float32)}
     if "scale" in names:
         operands["scale"] = np.float32(1 / 7)
-    if "bias" in names:  # most of it cancels
+    if "bias" in names:  # most terms cancel
         operands["bias"] = (-x / 7 * rng.uniform(0.99, 1.01, x.shape)).astype(np.float32)
     return operands
 
@@ -499,7 +499,7 @@ def _large(rng, names):
 @every_op
 @pytest.mark.parametrize("split", [False, True], ids=["", "split"])
 def test_large_logits_by_a_scale(op, split, rng):
-    """x scale is rounded before the maximum is subtracted, whatever the compiler makes of both."""
+    """x scale is rounded before the maximum is subtracted, however the compiler combines the two."""
     if split and len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     where = rng.random((32, 8)) < 0.7
@@ -533,7 +533,7 @@ def test_large_logits_by_a_scale(op, split, rng):
         y, dy = (np.where(mask, wide(v), 0) for v in (y, dy))
         what = f"{names}, {[*options]}"
         checked = [y, dy, *jax.tree.leaves(reverse)]
-        if "bias" not in names:  # else what is left of a sum depends on how x scale is rounded
+        if "bias" not in names:  # else the rest after cancellation depends on how x scale is rounded
             checked += jax.tree.leaves(second)
         for x in checked:
             assert np.isfinite(x).all(), what

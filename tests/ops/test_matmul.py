@@ -21,7 +21,7 @@ from jaxops.ops import _epilogue, _matmul_choice, _matmul_kernel
 
 pytestmark = pytest.mark.usefixtures("full_precision")
 
-#: The relative rounding error of TF32 operands, truncated as the tensor cores do.
+#: TF32 operands' relative rounding error, truncated as the tensor cores do.
 TF32 = 2**-10
 
 
@@ -34,7 +34,7 @@ def normal(rng, shape, dtype="float32"):
 
 
 def rounding_of(k, *dtypes):
-    """In ulp of the result, the first of the dtypes: sums of k products of operands in their common dtype."""
+    """In the result's ulp (the first dtype): sums of k products, with operands in their common dtype."""
     return (contract.GRADIENT_ROUNDING + 0.5 * max(k, 1) ** 0.5) * coarsest(*dtypes) / coarsest(dtypes[0])
 
 
@@ -49,7 +49,7 @@ def gradients_of_all(*functions):
 
 
 def check(calls, operands, rng, slack=1):
-    """calls: pairs of ours and a reference; compares values and gradients of ours with the reference in float64."""
+    """calls: pairs, ours and a reference; compares our values and gradients with the reference in float64."""
     operands = [[jnp.asarray(x) for x in xs] for xs in operands]
     cotangents = []
     for (ours, reference), xs in zip(calls, operands, strict=True):
@@ -67,7 +67,7 @@ def check(calls, operands, rng, slack=1):
         products = (a * b, b * largest, a * largest, largest)
         for i, (gotten, target) in enumerate(zip(got, targets, strict=True)):
             assert gotten.dtype == (xs[i - 1].dtype if i else dy.dtype), what
-            terms = products[i] * summed[i] ** 0.5  # the size of a sum of so many products of random signs
+            terms = products[i] * summed[i] ** 0.5  # the size of a sum of so many products with random signs
             rounding = slack * contract.GRADIENT_ROUNDING * coarsest(gotten.dtype, dy.dtype) / coarsest(gotten.dtype)
             rounding *= 8 if gotten.dtype == np.float64 else 1
             assert_matches(gotten, target, f"{what}: result {i}", rounding, terms=terms)
@@ -281,7 +281,8 @@ def test_gradients_of_fp8(rng):
     ids=str,
 )
 def test_gradients_under_dot_algorithms(dtypes, preset, result, rng):
-    """A cotangent of more bits is rounded to 16, as by XLA's dot, but not to 8; then no product for a GPU is wider."""
+    """A cotangent with more bits is rounded to 16 bits, as in XLA's dot, but not to 8; then no product for a GPU is
+    wider."""
     numbers = (((1,), (0,)), ((), ()))
     a, b = normal(rng, (6, 8), dtypes[0]), normal(rng, (8, 5), dtypes[1])
     tiny = 1e-9 if dtypes in EIGHT_BITS else 1e-4  # in 8 bits it would be 0
@@ -306,7 +307,7 @@ def test_gradients_under_dot_algorithms(dtypes, preset, result, rng):
 
 @pytest.mark.parametrize("dtypes", [EIGHT_BITS[0], EIGHT_BITS[1], ("bfloat16", "bfloat16"), ("float32", "float32")])
 def test_scales(dtypes, rng):
-    """Applied to the sums before bias and activation; gradients of all operands, and of the scales."""
+    """Applied to the sums before bias and activation; gradients for all operands and the scales."""
     a, b = normal(rng, (6, 40), dtypes[0]), normal(rng, (40, 16), dtypes[1])
     bias, scales = normal(rng, (16,)), (jnp.float32(0.25), jnp.float32(0.3))
     options = {"activation": "silu", "preferred_element_type": jnp.float32}
@@ -413,7 +414,7 @@ def test_epilogues_without_a_kernel_in_float64(rng, x64, on_gpu):
     a, bias = normal(rng, (4, 4)), normal(rng, (4,), "float64")
     got = jaxops.matmul(a, a, bias=bias, lhs_scale=0.3, preferred_element_type=np.float64)
     assert got.dtype == np.float64
-    rtol = 2e-6 if on_gpu else 1e-14  # XLA's product of float32 operands is one of float32 on a GPU
+    rtol = 2e-6 if on_gpu else 1e-14  # XLA multiplies float32 operands in float32 on a GPU
     np.testing.assert_allclose(got, 0.3 * (wide(a) @ wide(a)) + bias, rtol=rtol)
 
 
@@ -773,7 +774,7 @@ def test_flax_variables_are_arrays(rng):
 
 
 def test_linear_transpose(rng):
-    """Of each operand in which it is linear, as the reference's; of others an error."""
+    """For each operand in which it is linear, as the reference's; for others an error."""
     x, w, dz = normal(rng, (3, 6, 8)), normal(rng, (8, 5)), normal(rng, (3, 6, 5))
     s, bias = jnp.float32(0.5), normal(rng, (1, 5))
     cases = {

@@ -1,4 +1,4 @@
-"""The choice of matmul's kernel, and its lowering."""
+"""Which kernel matmul chooses, and its lowering."""
 
 import functools
 import itertools
@@ -117,7 +117,7 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
     [
         (2048, 2048, 2048, "NN", (256, 128), (0, 0)),
         (2048, 2048, 2048, "NT", (128, 256), (0, 0)),
-        (2048, 2048, 2048, "TN", (256, 128), (2, 0)),  # the gradient of a weight
+        (2048, 2048, 2048, "TN", (256, 128), (2, 0)),  # a weight's gradient
         (2048, 2048, 2048, "TT", None, (0, 0)),
         (1024, 512, 640, "TN", None, (0, 0)),  # the copy takes as long as the product
         (1024, 1024, 1024, "NN", (128, 64), (0, 0)),
@@ -129,7 +129,7 @@ def test_narrow_products_in_full_precision_are_left_to_xla(m, n, k, kernel):
         (753, 6080, 2368, "TN", (192, 128), (2, 0)),
         (6336, 320, 512, "TN", None, (0, 0)),
         (128, 1641, 3456, "TN", None, (0, 0)),
-        (960, 5356, 6912, "NN", (192, 128), (0, 0)),  # rows lie across lines of the L2 cache
+        (960, 5356, 6912, "NN", (192, 128), (0, 0)),  # rows lie across L2 cache lines
     ],
 )
 def test_tf32_without_copies_of_aligned_operands(m, n, k, layout, tile, copies):
@@ -141,7 +141,7 @@ def test_tf32_without_copies_of_aligned_operands(m, n, k, layout, tile, copies):
 @pytest.mark.parametrize(
     "m, n, k, layout, shared",
     [
-        (4096, 4096, 4104, "NT", "rhs"),  # both operands' rows lie across lines of the L2 cache
+        (4096, 4096, 4104, "NT", "rhs"),  # both operands' rows lie across L2 cache lines
         (8192, 1000, 2048, "NN", "rhs"),
         (4096, 4096, 4104, "NN", "lhs"),
         (4096, 4096, 4096, "NT", None),
@@ -188,7 +188,7 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
         (64, 14336, 4096, "NT", (64, 128), 1),
         (48, 28672, 4096, "NN", None, 1),
         (64, 4096, 4096, "TN", None, 1),
-        (80, 4096, 4096, "NN", (64, 64), 1),  # of the second tile of rows, 16 are loaded
+        (80, 4096, 4096, "NN", (64, 64), 1),  # 16 rows of the second tile are loaded
         (144, 4096, 4096, "NN", (64, 128), 1),
         (320, 4096, 4096, "NN", (64, 192), 1),
         (1152, 1152, 1152, "NN", (64, 192), 1),
@@ -240,7 +240,7 @@ def test_rows_across_lines_are_loaded_by_two_blocks(m, n, k, layout, shared, mon
     ],
 )
 def test_small_products_of_16_bits(m, n, k, layout, tile, splits):
-    """Ours where they were measured to be faster, with the tiles of that measurement."""
+    """Ours if they were measured to be faster, with that measurement's tiles."""
     choice = choices.choose(product(m, n, k, layout=layout), H200)
     assert (choice.tile and choice.tile[:2], choice.splits) == (tile, splits)
 
@@ -251,7 +251,7 @@ def test_small_products_of_16_bits(m, n, k, layout, tile, splits):
         (256, 256, 8192, "NN", "xla", "wgmma"),
         (1536, 1536, 1536, "NT", "xla", "wgmma"),
         (920, 576, 5760, "NN", "xla", "wgmma"),
-        (4288, 480, 704, "TN", "xla", "wgmma"),  # rows of rhs lie across lines of the L2 cache
+        (4288, 480, 704, "TN", "xla", "wgmma"),  # rhs's rows lie across L2 cache lines
         (8192, 4096, 4096, "NN", "xla", "wgmma"),
         (768, 832, 2048, "NN", "wgmma", "wgmma"),
         (192, 4096, 14336, "NN", "xla", "xla"),

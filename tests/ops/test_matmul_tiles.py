@@ -1,4 +1,4 @@
-"""Every tile of matmul's Hopper kernels, whatever the table would choose: values against float64, and the same bits at
+"""Every tile in matmul's Hopper kernels, whichever the table would choose: values against float64, and the same bits at
 every launch."""
 
 import functools
@@ -41,7 +41,7 @@ OPERANDS = [
     Operands("16bit", "float16", "float16", ("float16", "float32"), "default", 0, 2**-23),
     Operands("tf32", "float32", "float32", ("float32",), "default", 2**-10, 2**-23),
     Operands("f32", "float32", "float32", ("float32",), "highest", 2**-23, 2**-24),
-    # The tensor cores keep 14 bits of a sum of 8-bit products, and add to it four times before it is promoted.
+    # The tensor cores keep 14 bits when they sum 8-bit products, and add four times before it is promoted.
     Operands("f8", "float8_e4m3fn", "float8_e4m3fn", ("bfloat16", "float32"), "highest", 2**-12, 2**-23),
     Operands("f8", "float8_e5m2", "float8_e4m3fn", ("bfloat16",), "highest", 2**-12, 2**-23),
     Operands("f8 fast", "float8_e4m3fn", "float8_e5m2", ("bfloat16", "float32"), "default", 0, 2**-13),
@@ -55,7 +55,7 @@ def plans(operands: Operands, tile: choices.Tile) -> Iterator[choices.Plan]:
     if not tile.ping_pong:
         yield choices.Plan(tile, 3, partials=True)
     if tile.parts > 1:
-        most = tile.parts if operands.arithmetic == "16bit" else min(5, tile.parts)  # all that fit, of k tiles enough
+        most = tile.parts if operands.arithmetic == "16bit" else min(5, tile.parts)  # all that fit, with k tiles enough
         yield from (choices.Plan(tile, splits) for splits in (2, most))
     if operands.lhs == "bfloat16" or (operands.arithmetic == "f8" and tile.rows == 128) or tile.turned:
         yield from (choices.Plan(tile, shared=name) for name in choices.SHARED_OPERANDS[1:])
@@ -103,13 +103,13 @@ class Case(NamedTuple):
     k: int
     layout: str = "NN"
     result: str = ""
-    batches: tuple[int, int] = ()  # of lhs and of rhs
+    batches: tuple[int, int] = ()  # for lhs and for rhs
     bias: str = ""  # the axes that it does not broadcast along: "m", "n" or "mn"
     activation: str | None = None
     preactivation: bool = False
     scaled: bool = False
     triangle: str | None = None
-    wide: bool = False  # every third k tile of f32 in full precision is multiplied in TF32
+    wide: bool = False  # every third k tile of full-precision f32 is multiplied in TF32
 
     def draw(self, rng, operands: Operands) -> list[np.ndarray]:
         """Lhs and rhs, then scale and bias if there are; on the host, where nothing is compiled for it."""
@@ -134,7 +134,7 @@ class Case(NamedTuple):
         return drawn
 
     def _rest(self, rest):
-        """Scale and bias, None where there is none."""
+        """Scale and bias; None if absent."""
         rest = iter(rest)
         return [next(rest) if given else None for given in (self.scaled, self.bias != "")]
 
@@ -306,14 +306,14 @@ def test_random_shapes(operands, seed, monkeypatch):
 
 @pytest.mark.parametrize("tile", choices.TILES["tf32"], ids=lambda tile: name_of(choices.Plan(tile)))
 def test_tf32_is_the_nearest(tile, force):
-    """Ties to even, on either side of the product; what overflows is infinite, and no number stays none."""
+    """Ties to even, on either side of the product; an overflow is infinite, and NaN stays NaN."""
     force(choices.Plan(tile))
     bits = [0x3F800FFF, 0x3F801000, 0x3F801001, 0x3F803000, 0xBF803000, 0x7F7FEFFF, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000]
     bits = np.array([*bits, 0x007FFFFF, 0x7F800001, 0xFF800001, 0x7FC00000], np.uint32)
     values = bits.view(np.float32)
     nearest = ((bits + 0xFFF + (bits >> 13 & 1)) & ~np.uint32(0x1FFF)).view(np.float32)
     wanted = np.where(np.isnan(values), np.float32(np.nan), nearest)
-    along_k, ones = np.zeros((2, 16, 64), np.float32)  # of one k alone
+    along_k, ones = np.zeros((2, 16, 64), np.float32)  # along one k alone
     along_k[: len(values), 5], ones[:, 5] = values, 1
     layout = "NN" if tile.turned else "NT"
     case = Case(16, 16, 64, layout, "float32")
@@ -332,7 +332,7 @@ full_precision_configurations = pytest.mark.parametrize(
 @full_precision_configurations
 @pytest.mark.parametrize("layout", ["NN", "TT"])
 def test_full_precision_whatever_the_exponents(operands, plan, layout, force, rng):
-    """Error against |lhs| @ |rhs|, entry by entry, where f16 holds the parts of all blocks, of some, or of none."""
+    """Error against |lhs| @ |rhs|, entry by entry, if f16 holds the parts of all blocks, some blocks, or none."""
     force(plan)
     case = Case(200, 328, 1000, layout, "float32")
     lhs, rhs = case.draw(rng, operands)
@@ -368,7 +368,7 @@ def test_full_precision_whatever_the_exponents(operands, plan, layout, force, rn
 
 @full_precision_configurations
 def test_full_precision_beyond_the_numbers(operands, plan, force, rng):
-    """Infinite and no numbers, and finite operands whose sums overflow: as IEEE says. Of many tiles too."""
+    """Infinities, NaN, and finite operands whose sums overflow: as IEEE says. With many tiles too."""
     force(plan)
     cases = [Case(200, 328, 640, "NN", "float32"), Case(130, 72, 300, "TT", "float32", (3, 1))]
     cases += [Case(3000, 3000, 64, "NN", "float32")] * (plan.splits == 1)
@@ -398,7 +398,7 @@ def test_full_precision_beyond_the_numbers(operands, plan, force, rng):
 @pytest.mark.slow
 @every_configuration
 def test_400_launches_give_the_same_bits(operands, plan, force, rng):
-    """A race between the stages of a tile shows in a few launches of hundreds."""
+    """A race between a tile's stages shows in a few launches among hundreds."""
     force(plan)
     small = isinstance(plan.tile, choices.FewRowsTile)
     odd = 2 if any(plan.in_pieces) else 0

@@ -60,7 +60,7 @@ def run(function, *operands, cotangent):
 
 
 def closed_form(op, x, scale, bias, dy, axis=-1, epsilon=1e-6, where=True):
-    """Value and gradients of x, scale and bias in float64; parameters have x's rank; the statistics count `where`."""
+    """Value and gradients for x, scale and bias in float64; parameters have x's rank; the statistics count `where`."""
     judge = np.longdouble if np.asarray(x).dtype == np.float64 else np.float64
     x, scale, dy = (np.asarray(v).astype(judge) for v in (x, scale, dy))
     counted = np.broadcast_to(where, x.shape)
@@ -89,7 +89,7 @@ AXES += [((3, 4, 5), None), ((2, 3, 4, 5), (1, 3)), ((2, 3, 4, 5), (0, 1)), ((6,
 
 @every_op
 def test_axes(op, rng):
-    """Scale and bias have the shape of the normalised axes in x's order."""
+    """Scale and bias have the normalised axes' shape in x's order."""
     operands = []
     for shape, axis in AXES:
         axes = range(len(shape)) if axis is None else sorted(a % len(shape) for a in np.atleast_1d(axis))
@@ -151,7 +151,7 @@ def test_absent_parameters(op, present, rng):
 @every_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_many_rows_side_by_side_without_parameters(op, dtype, rng):
-    """On the CPU threads share the columns of such rows."""
+    """On the CPU threads share such rows' columns."""
     shape, axis = (1, 300, 1200), 1
     with contract.precision_of(dtype):
         x, dy = (edged(rng, shape, dtype, axis, 4) for _ in range(2))
@@ -345,7 +345,7 @@ def test_where_with_axes_and_dtype(rng):
 @every_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_residual(op, dtype, rng):
-    """The pair of the normalised sum and the sum; gradients come through both."""
+    """A pair: the normalised sum and the sum; gradients come through both."""
     x, residual = (jnp.asarray(rng.standard_normal((5, 16)).astype(dtype)) for _ in range(2))
     given = parameters(op, rng, (16,))
 
@@ -378,7 +378,7 @@ def test_residual_promotes(op):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_where_gradients(dtype, rng):
-    """Every form of mask and of axes, with and without parameters, against the closed form."""
+    """Every form of mask and axes, with and without parameters, against the closed form."""
     shape = (3, 4, 5, 6)
     cases = []
     for mask_shape in ((3, 1, 1, 6), (5, 6), (4, 1, 6), shape, (3, 4, 1, 1)):
@@ -410,7 +410,8 @@ def test_where_gradients(dtype, rng):
         for i in range(2):
             rows = np.broadcast_to(empty, shape)
             assert np.isnan(np.asarray(got[i])[rows].astype(np.float64)).all(), what
-            # If few positions count, others can be far outside their spread: errors count in ulp of the row's largest.
+            # If few positions count, others can be far outside their spread: errors count in ulp of the row's largest
+            # value.
             assert_matches(np.where(rows, 0, got[i]), np.where(rows, 0, wanted[i]), f"{what}: result {i}", 64)
         for i in range(2, 4):
             target = wanted[i].reshape(got[i].shape)
@@ -536,7 +537,7 @@ def test_only_wanted_parameter_gradients_are_computed(op, rng):
 
 @every_op
 def test_pullbacks_of_one_function(op, rng):
-    """Pullbacks of a jitted function with respect to different operands, all made before any is called."""
+    """A jitted function's pullbacks to different operands, all made before any is called."""
     x, scale = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32), parameters(op, rng, (8,))[0]
     function = jax.jit(lambda x, scale: call(op, x, scale))
     dy = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32)
@@ -546,7 +547,7 @@ def test_pullbacks_of_one_function(op, rng):
     np.testing.assert_allclose(of_scale(dy)[0], wanted[1], rtol=1e-5, atol=1e-6)
 
 
-# --- every placement of a row; parameter gradients over many rows ---
+# --- every row placement; parameter gradients over many rows ---
 
 
 def check_cases(op, cases, dtype, rng, edge=None, sampled=False):
@@ -580,7 +581,7 @@ def check_cases(op, cases, dtype, rng, edge=None, sampled=False):
         given = [np.asarray(p).reshape(expanded) for p in xs[1:-1]]
         wanted = closed_form(op, xs[0], *(given if len(given) == 2 else (*given, None)), xs[-1], axis)
         rows = xs[0].size // shape[axis]
-        # Sizes of terms that cancel: x and its mean in the value; g, mean(g) and x^ mean(g x^) in the gradient of x.
+        # Sizes of terms that cancel: x and its mean in the value; g, mean(g) and x^ mean(g x^) in x's gradient.
         x, g = wide(xs[0]), np.abs(wide(xs[-1]) * given[0]).max(axis, keepdims=True)
         spread = np.sqrt((x.var if op == "layer_norm" else np.square(x).mean)(axis, keepdims=True) + 1e-6)
         condition = np.abs(x).max(axis, keepdims=True) / spread * coarsest(parameter) / coarsest(dtype)
@@ -598,7 +599,7 @@ def test_every_row_length(op, dtype, rng, on_gpu):
     check_cases(op, [((3 if n < 10000 else 2, n), -1) for n in lengths(on_gpu) if n > 2], dtype, rng)
     if on_gpu and dtype != "float64":
         many = [((beyond_few(n, dtype, summed=True), n), -1) for n in COLUMNS_ONCE if 2 < n < 200000]
-        # Many for the kernels of their own gradients, few for the sums over them.
+        # Many for the kernels that compute x's gradient, few for the sums over rows.
         many += [((300, 4096), -1), ((200, 2048), -1), ((200, 3000), -1), ((200, 8192), -1)]
         check_cases(op, many, dtype, rng, sampled=True)
 
@@ -612,7 +613,7 @@ def test_every_strided_row_length(op, dtype, rng, on_gpu):
 @every_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_rows(op, dtype, rng):
-    """Parameter gradients are sums over few rows, or over chunks of them: at and around their sizes, strided or not."""
+    """Parameter gradients are sums over few rows, or over chunks of rows: at and around their sizes, strided or not."""
     cases = [((n, 40), -1) for n in (31, 32, 33, 64, 130, 131, 160, 200, 5000)]
     cases += [((10000, 3), -1), ((40, 5000), 0), ((70, 9, 33), 1), ((3, 6, 700), 1)]
     check_cases(op, cases, dtype, rng, edge=1)
@@ -685,7 +686,7 @@ def test_more_rows_than_fit_at_once(op, dtype, rng, on_gpu):
 @pytest.mark.parametrize("shape", [(4, 256), (256, 256), (3, 7), (8, 10501), (2, 70001)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_means_whose_squares_are_infinite(shape, masked):
-    """Warps and blocks without columns take no part, whatever the distance of the mean from their 0."""
+    """Warps and blocks without columns take no part, however far the mean is from their 0."""
     where = jnp.arange(shape[1]) < 5 if masked else None
     y = np.asarray(jaxops.layer_norm(jnp.full(shape, 3e19, jnp.float32), where=where))
     assert np.abs(y).max() < 2  # the mean may be an ulp off, and all deviations with it

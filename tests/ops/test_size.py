@@ -1,4 +1,4 @@
-"""Arrays of more than 2^31 elements and bytes, and memory that is not there."""
+"""Arrays with more than 2^31 elements and bytes, and memory that is not there."""
 
 import ctypes
 import fcntl
@@ -22,10 +22,10 @@ LIMIT = 2**31
 
 
 class Repeated:
-    """An array of `count` equal parts along the first axis; all parts except the last share memory.
+    """An array with `count` equal parts along the first axis; all parts except the last share memory.
 
-    It takes the memory of two parts, however many there are. own: each part has separate memory, for a result that
-    the handler reads again.
+    It takes two parts' memory, however many there are. own: each part has separate memory, for a result that the
+    handler reads again.
     """
 
     def __init__(self, shape, dtype, part=None, own=False):
@@ -70,7 +70,7 @@ PART = 2**16  # rows
 @pytest.mark.parametrize("columns, length", [(33, None), (16, 24)], ids=["along", "across"])
 @pytest.mark.parametrize("op", [*LOGITS, *NORMS])
 def test_many_rows_on_the_cpu(op, columns, length, dtype, rng):
-    """Forward and backward, every result of each row that lies behind 2^31 elements."""
+    """Forward and backward, every result for each row beyond 2^31 elements."""
     elements = columns * (length or 1)
     count = LIMIT // (PART * elements) + 2
     for call in row_calls(op, dtype, False, length is not None):
@@ -84,7 +84,7 @@ def test_many_rows_on_the_cpu(op, columns, length, dtype, rng):
         repeated, kept = [], []
 
         def place(buffer, value, repeated=repeated, kept=kept):
-            """The memory of an operand or a result: repeated if it is of every row."""
+            """An operand's or a result's memory: repeated if every row has it."""
             if buffer.shape[0] != PART:
                 kept.append(np.zeros(buffer.shape, buffer.dtype) if value is None else value)
                 return kept[-1].ctypes.data
@@ -112,7 +112,7 @@ def test_many_rows_on_the_cpu(op, columns, length, dtype, rng):
 
 
 def periodic(op, x, dy, count, scale=1.0, bias=0.0, epsilon=1e-6):
-    """Value, and gradient with respect to x, of a row that is x `count` times, in float64; and its statistics."""
+    """The value, x's gradient and the statistics, in float64, for a row that repeats x `count` times."""
     x, dy, scale = (np.asarray(v).astype(np.float64) for v in (x, dy, scale))
     if op in LOGITS:
         p = np.exp(x - x.max())
@@ -131,7 +131,7 @@ def periodic(op, x, dy, count, scale=1.0, bias=0.0, epsilon=1e-6):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [*LOGITS, *NORMS])
 def test_a_long_row_on_the_cpu(op, rng):
-    """One row of 2^31 - 2^21 floats, in equal runs of 2^20; softmax's result takes 8 GiB."""
+    """One row with 2^31 - 2^21 floats, in equal runs of 2^20; softmax's result takes 8 GiB."""
     part = 2**20
     count = LIMIT // part - 2
     x, dy, *parameters = (rng.standard_normal(part).astype(np.float32) for _ in range(4))
@@ -152,7 +152,7 @@ def test_a_long_row_on_the_cpu(op, rng):
         ]
         results[1:1] = [Repeated((2 * count, part), np.float32) for b in call.results if len(b.shape) == 4]
         long = resized(call, 1, count * part)
-        results += [np.zeros(b.shape, np.float32) for b in long.results if len(b.shape) == 3]  # sums of a row's parts
+        results += [np.zeros(b.shape, np.float32) for b in long.results if len(b.shape) == 3]  # sums over a row's parts
         where = [[v.address if isinstance(v, Repeated) else v.ctypes.data for v in vs] for vs in (arrays, results)]
         frames.call_handler("cpu", long, *where, threads=2)
         wanted = value if direction == "fwd" else gradient
@@ -181,7 +181,7 @@ LARGE = {
 
 
 def check_rows(op, shape):
-    """The corners of value and gradient of a bfloat16 array whose rows repeat 8 elements."""
+    """The corners of value and gradient for a bfloat16 array whose rows repeat 8 elements."""
     last = (shape[1] - 1) // 8 * 8
     patterns = [jax.random.normal(jax.random.key(seed), (8,), jnp.bfloat16) for seed in range(2)]
 
@@ -202,7 +202,7 @@ def check_rows(op, shape):
 
 
 def check_matmul(precision, *sizes):
-    """Products of constants, and their gradients."""
+    """Products between constants, and their gradients."""
     dtype = jnp.bfloat16 if precision is None else jnp.float32
 
     def corners(m, k, n):
@@ -218,7 +218,7 @@ def check_matmul(precision, *sizes):
 
 @pytest.fixture
 def check_on_gpu(tmp_path, tmp_path_factory):
-    """Runs one of the functions above in a separate process, which keeps no memory; one at a time on this machine."""
+    """Runs a function from above in a separate process, which keeps no memory; one at a time on this machine."""
 
     def check(function, *arguments):
         with (tmp_path_factory.getbasetemp().parent / "memory of a GPU").open("w") as file:
@@ -240,7 +240,7 @@ def test_rows_on_a_gpu(op, shape, check_on_gpu):
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.gpu
 def test_matmul_on_a_gpu(precision, check_on_gpu):
-    """A result, and then operands, of more than 2^31 elements."""
+    """A result, and then operands, with more than 2^31 elements."""
     check_on_gpu(check_matmul, precision, (2**16 + 1, 64, 2**15 + 1), (2**25 + 1, 64, 64))
 
 
@@ -261,7 +261,7 @@ def run_python(script, tmp_path, **environment):
 
 
 def test_no_memory_for_a_handler(tmp_path):
-    """Its buffers do not fit: an error of XLA's kind for that; the next call works."""
+    """Its buffers do not fit: XLA's error for that; the next call works."""
     script = """
 import resource
 from support import frames

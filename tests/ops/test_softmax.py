@@ -267,7 +267,7 @@ def test_weak_types_and_python_scalars(op):
 
 @every_op
 def test_result_dtype(op, rng, x64):
-    """Every pair of dtypes, values within rounding of the result's dtype; gradients have x's."""
+    """Every pair of dtypes, values within the result dtype's rounding; gradients have x's."""
     pairs = [(a, b) for a in contract.DTYPES for b in contract.DTYPES]
     shape = (3, 37)
     xs = [jnp.asarray((rng.standard_normal(shape) * 3).astype(a)) for a, _ in pairs]
@@ -435,7 +435,7 @@ def test_all_options_together(op, axis, rng):
     np.testing.assert_allclose(dscale, (gradient * wide(x)).sum(), rtol=0, atol=tolerance)
 
 
-# --- every placement of a row ---
+# --- every row placement ---
 
 
 def check_placements(op, shapes, axis, dtype, rng, sampled=False):
@@ -449,8 +449,8 @@ def check_placements(op, shapes, axis, dtype, rng, sampled=False):
             return [value_and_gradients(lambda x: OPS[op][0](x, axis), (x,), dy) for x, dy in zip(xs, dys, strict=True)]
 
         results = call(xs, dys)
-    # Summing many small terms beside the large ones at the edges costs some rounding on top, and the exponentials that
-    # are summed are within 2 ulp and half an ulp of their argument: the larger, the more draws there are.
+    # Summing many small terms beside the large ones at the edges costs some rounding on top, and the summed
+    # exponentials are within 2 ulp and half their argument's ulp: the more draws, the larger.
     for x, dy, got in zip(xs, dys, results, strict=True):
         if sampled:
             rows = some_rows(rng, x.shape[0])

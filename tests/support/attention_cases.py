@@ -1,4 +1,4 @@
-"""Random calls of attention, and their exact results, in float64 with all weights at once."""
+"""Random attention calls, and their exact results, in float64 with all weights at once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from support.contract import GRADIENT_ROUNDING, ROUNDING, assert_close
 #: The operands that have gradients.
 FLOATS = ("query", "key", "value", "bias", "sinks")
 
-#: What jax.nn has no option for.
+#: Options that jax.nn does not have.
 _OURS = ("sinks", "query_segment_ids", "key_value_segment_ids", "logits_soft_cap")
 
 
 @dataclasses.dataclass
 class Case:
-    """A call: its arrays by the names of the function's arguments, and its other options."""
+    """A call: its arrays by the function's argument names, and its other options."""
 
     arrays: dict[str, np.ndarray]
     options: dict[str, Any]
@@ -36,7 +36,7 @@ class Case:
 
 
 def draw(rng, shape, dtype="float32", values=None, **options: Any) -> Case:
-    """A case of [batch, queries, keys, heads, key heads, depth].
+    """A case with [batch, queries, keys, heads, key heads, depth].
 
     options: "mask", "bias": the shape; "sinks", "segments": whether there are; "query_lengths", "key_lengths": these;
     others are the function's.
@@ -156,7 +156,7 @@ def dense(
 
 
 def value_and_gradients(case: Case, function, cotangent, floats=None):
-    """The result, and the gradients of its product with the cotangent, by name."""
+    """The result, and the gradients for its product with the cotangent, by name."""
     floats = case.floats if floats is None else floats
     out, pull = jax.vjp(lambda x: case.run(x, function), floats)
     return {"value": out, **pull(cotangent.astype(out.dtype))[0]}
@@ -175,7 +175,7 @@ def exact(case: Case, cotangent, floats=None) -> dict[str, np.ndarray]:
 def check(case: Case, rng, draws: int = 1) -> None:
     """Values and gradients are float64's, up to rounding, or at least as near as jax.nn's plain form comes.
 
-    draws: of numbers, for the same program.
+    draws: sets of numbers for the same program.
     """
     query = case.arrays["query"]
     shape = (*query.shape[:3], case.arrays["value"].shape[-1])
@@ -192,7 +192,7 @@ def check(case: Case, rng, draws: int = 1) -> None:
             assert value.dtype == (query if name == "value" else floats[name]).dtype
             rounding = ROUNDING if name == "value" else GRADIENT_ROUNDING
             rounding += 1.25 * max(query.shape[1], case.arrays["key"].shape[1]) ** 0.5
-            if name in ("sinks", "bias"):  # sums of products with factors rounded to query's dtype
+            if name in ("sinks", "bias"):  # sums over products with factors rounded to query's dtype
                 rounding *= float(jnp.finfo(query.dtype).eps / jnp.finfo(value.dtype).eps)
             other = (lambda c=cotangent, f=floats, n=name: reference(c, f)[n]) if theirs else None
             assert_close(value, wanted[name], other, name, rounding)

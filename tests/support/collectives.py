@@ -10,10 +10,10 @@ _KINDS = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 
 
 def collectives(compiled) -> Counter:
-    """Counts communicated arrays by kind of operation and by elements of one device's result."""
+    """Counts communicated arrays by the operation's kind and by elements in one device's result."""
     found: Counter = Counter()
     for result, kind, start in re.findall(rf"= (.*?) ({_KINDS})(-start)?\(", compiled.as_text()):
-        if result.startswith("(("):  # of an asynchronous start: ((operands), results)
+        if result.startswith("(("):  # from an asynchronous start: ((operands), results)
             result = result[result.index(")") :]
         elif start and kind != "all-reduce":  # (operand, result)
             result = result[result.index(",", result.index("]")) :]
@@ -23,7 +23,7 @@ def collectives(compiled) -> Counter:
 
 
 def by_kind(found: Counter) -> dict[str, int]:
-    """How many elements each kind of operation communicates."""
+    """How many elements each operation kind communicates."""
     total: Counter = Counter()
     for (kind, size), count in found.items():
         total[kind] += size * count

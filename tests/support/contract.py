@@ -1,4 +1,4 @@
-"""What every op must satisfy, as functions that take its OpCase (see support/ops.py)."""
+"""The contract that every op must satisfy, as functions that take its OpCase (see support/ops.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from support.ops import OpCase, exact, ulps, value_and_gradients
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-#: Shapes of the first operand: single elements, rows and columns, sizes around vector and tile boundaries.
+#: The first operand's shapes: single elements, rows and columns, sizes around vector and tile boundaries.
 SHAPES = ((1, 3), (1, 127), (130, 3), (3, 8), (5, 257), (2, 3, 33), (65, 1000), (4, 1, 4097))
 
-#: Errors up to this many ulp of the result's dtype are rounding, whatever the reference achieves: of values, and of
+#: Errors up to this many ulp of the result's dtype are rounding, whatever the reference achieves: for values, and for
 #: gradients, which are computed from rounded values.
 ROUNDING, GRADIENT_ROUNDING = 2.0, 4.0
 
@@ -36,7 +36,7 @@ def draw(case: OpCase, rng, shape, dtype):
 
 
 def assert_close(got, wanted, reference=None, what="result", rounding=ROUNDING):
-    """`got` is within rounding of the float64 values `wanted`, or about as near to them as reference().
+    """`got` equals the float64 values `wanted` within rounding, or is about as near to them as reference().
 
     The reference runs only if `got` is not within rounding, because compiling it takes as long as compiling the op.
     """
@@ -64,12 +64,12 @@ def check_value_and_gradients(case: OpCase, rng, shape, dtype):
     for i, (got, target) in enumerate(zip(run(case.ours), wanted, strict=True)):
         what = "value" if i == 0 else f"gradient of operand {i - 1}"
         assert got.dtype == (operands[i - 1].dtype if i else value_dtype), what
-        # What sums n rounded products cannot be nearer than about sqrt(n) / 2 ulp: matrix products and their
-        # gradients, and the gradients of parameters; the latter in ulp of the cotangents that they sum.
+        # Sums of n rounded products cannot be nearer than about sqrt(n) / 2 ulp: matrix products and their gradients,
+        # and the parameters' gradients; the latter in ulp of the cotangents that they sum.
         terms = max(rows, columns) if case.family == "product" else rows if i >= 2 else 0
         rounding = (GRADIENT_ROUNDING if i else ROUNDING) + 0.5 * terms**0.5
         rounding *= float(jnp.finfo(x.dtype).eps / jnp.finfo(got.dtype).eps)
-        if dtype == "float64":  # the wanted values have rounding errors of the same size
+        if dtype == "float64":  # the wanted values have equally large rounding errors
             rounding *= 8
         assert_close(got, target, lambda i=i: run(case.reference)[i], what, rounding)
 
@@ -81,7 +81,7 @@ def check_jit(case: OpCase, rng, shape):
 
 
 def check_vmap(case: OpCase, rng, shape, mapped, axis):
-    """vmap over `axis` of the operands numbered `mapped` equals a loop, for values and gradients; one launch."""
+    """vmap over `axis`, for the operands numbered `mapped`, equals a loop, for values and gradients; one launch."""
     operands, cotangent = draw(case, rng, shape, "float32")
     size = 3
     draws = [case.operands(rng, shape, np.dtype("float32")) for _ in range(size)]

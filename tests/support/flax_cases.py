@@ -1,4 +1,4 @@
-"""The cases of the Flax layers, and comparisons that linen and nnx share."""
+"""The cases for the Flax layers, and comparisons that linen and nnx share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import transformations
 
-#: Attributes of the normalisations, and the shape of x.
+#: The normalisations' attributes, and x's shape.
 NORMS = {
     "defaults": ({}, (3, 7, 16)),
     "epsilon": ({"epsilon": 0.5}, (4, 16)),
@@ -28,11 +28,11 @@ TYPED_NORMS = ("defaults", "bf16 results", "f16 parameters", "nothing to learn")
 
 
 def norms(*others):
-    """The cases of the normalisations and dtypes of x: float32, and for some of them the others."""
+    """The normalisations' cases with x's dtypes: float32, and for some cases the others."""
     return [(case, dtype) for case in NORMS for dtype in ("float32", *(others if case in TYPED_NORMS else ()))]
 
 
-#: Attributes of the multi-head attention layers, and the keyword arguments of the call, from the mask.
+#: The multi-head attention layers' attributes, and the call's keyword arguments, from the mask.
 ATTENTIONS = {
     "defaults": ({}, lambda mask: {}),
     "bf16": ({"dtype": jnp.bfloat16}, lambda mask: {"mask": mask}),
@@ -67,7 +67,7 @@ GATED_MLPS = {
     ),
 }
 
-#: What activations are in jax.nn.
+#: The activations in jax.nn.
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
@@ -76,7 +76,7 @@ ACTIVATIONS = {
 }
 
 
-#: Of attention with 4 queries and keys of 2 heads: a bias of -inf, a mask, and queries that see a key by both alone.
+#: For attention with 4 queries and keys and 2 heads: a -inf bias, a mask, and queries that see a key by both alone.
 _FROM_KEY = {n: jnp.arange(4) >= n for n in range(4)}
 _TRIANGLE = jnp.tril(jnp.ones((4, 4), bool))
 HIDING_BIASES = {
@@ -101,23 +101,23 @@ def draw(rng, shape, dtype=jnp.float32):
 
 
 def disturb(rng, tree):
-    """Parameters that are not what they were initialised to."""
+    """Parameters that differ from their initial values."""
     return jax.tree.map(
         lambda x: jnp.asarray(np.asarray(x) + (0.3 * rng.standard_normal(x.shape)).astype(x.dtype)), tree
     )
 
 
 def draw_mask(rng, batch, heads, queries, keys):
-    """A mask of [batch, heads, queries, keys] in which two queries see nothing."""
+    """A mask [batch, heads, queries, keys] in which two queries see nothing."""
     mask = rng.random((batch, heads, queries, keys)) < 0.6
     mask[0, :, 1] = mask[1, 0, 2] = False
     return jnp.asarray(mask)
 
 
 def assert_same(got, wanted, ulp=8, rounding=None):
-    """Equal trees: structures, shapes, dtypes, and values up to some ulp of the largest value.
+    """Equal trees: structures, shapes, dtypes, and values up to some ulp at the largest value.
 
-    The largest of each array counts, or a tenth of the largest of all: some gradients are 0 up to rounding.
+    Each array's largest value counts, or a tenth of the largest overall: some gradients are 0 up to rounding.
 
     Args:
       rounding: the dtype whose ulp are meant: the coarsest through which the values went; the first array's by default.
@@ -133,7 +133,7 @@ def assert_same(got, wanted, ulp=8, rounding=None):
 
 
 def value_and_gradients(function, *arguments):
-    """The result of a function, and its gradients for the floating arguments, from one cotangent."""
+    """A function's result, and its gradients for the floating arguments, from one cotangent."""
 
     def loss(*arguments):
         out = function(*arguments)

@@ -1,4 +1,4 @@
-"""Calls of every handler, recorded from JAX, and malformed variants that XLA would never make."""
+"""Calls to every handler, recorded from JAX, and malformed variants that XLA would never make."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORMS = ("layer_norm", "rms_norm")
 
 
 def _forward_and_backward(function, platform, dtype, operands, differentiated, **results):
-    """The handlers' calls for a function of operands given as (shape, dtype), and for its gradients."""
+    """The handlers' calls for a function, with operands given as (shape, dtype), and for its gradients."""
 
     def both(*xs):
         given, (cotangents, _) = xs[: len(operands)], xs[len(operands) :]
@@ -40,7 +40,7 @@ def _forward_and_backward(function, platform, dtype, operands, differentiated, *
 
 @functools.cache
 def row_calls(op: str, dtype: str, options: bool, across: bool = False, platform: str = "cpu") -> list[frames.Call]:
-    """Forward and backward call of a row op, of x [ROWS, COLUMNS], or [ROWS, LENGTH, COLUMNS] normalised over LENGTH.
+    """A row op's forward and backward call, on x [ROWS, COLUMNS], or [ROWS, LENGTH, COLUMNS] normalised over LENGTH.
 
     options: with every optional operand and result.
     """
@@ -86,7 +86,7 @@ def planned(call: frames.Call) -> tuple[Any, dict[str, Any]]:
 def resized(
     call: frames.Call, rows: int, columns: int, length: int = LENGTH, chunks: int | None = None, split: bool = True
 ) -> frames.Call:
-    """The call of `row_calls` of another size.
+    """The call in `row_calls` with another size.
 
     chunks: in how many its sums over rows are taken; by default as many as such a call has. split: whether its rows are
     in parts if such a call's are.
@@ -118,7 +118,7 @@ def resized(
 
 
 def matmul_calls() -> list[frames.Call]:
-    """A call of each kind: tiles and arithmetics, split k, copies of operands, batches, activations."""
+    """A call for each kind: tiles and arithmetics, split k, copied operands, batches, activations."""
     f32, bf16, e4m3, e5m2 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2
 
     def product(a, b, *dtypes, **options):
@@ -157,11 +157,11 @@ def matmul_call(
     shared: str | None = None,
     copies: tuple[int, int] | None = None,
 ) -> frames.Call:
-    """A product in one of choices.ARITHMETICS by a tile, or by the kernels for every GPU if None.
+    """A product with an arithmetic from choices.ARITHMETICS, by a tile, or by the kernels for every GPU if it is None.
 
-    dtypes: the codes of lhs, rhs and result; size: m, n, k. splits: the parts of k, summed by clusters of blocks, or by
-    a kernel of its own if `partials`. shared: one of choices.SHARED_OPERANDS.
-    copies: of lhs and rhs; None: as many as the arithmetic needs.
+    dtypes: codes for lhs, rhs and result; size: m, n, k. splits: the parts of k, which clusters of blocks sum, or a
+    separate kernel if `partials`. shared: a name in choices.SHARED_OPERANDS. copies: for lhs and rhs; None: as many as
+    the arithmetic needs.
     """
     arithmetic, (m, n, k) = choices.ARITHMETICS[name], size
     turned = isinstance(tile, choices.Tile) and tile.turned
@@ -203,7 +203,7 @@ def matmul_call(
     )
 
 
-#: The codes of lhs, rhs and result, for each of choices.ARITHMETICS.
+#: The codes for lhs, rhs and result, for each arithmetic in choices.ARITHMETICS.
 TILE_DTYPES = {
     "16bit": (16, 16, 16),
     "tf32": (11, 11, 11),
@@ -214,15 +214,15 @@ TILE_DTYPES = {
 
 
 def tile_calls() -> Iterator[frames.Call]:
-    """A product by every tile of every arithmetic, by two blocks a tile where clusters can sum their parts, and by two
+    """A product for every arithmetic and tile, with two blocks a tile if clusters can sum their parts, and with two
     blocks that share an operand."""
     for name, dtypes in TILE_DTYPES.items():
         for tile, splits, odd in itertools.product(choices.TILES[name], (1, 2), (False, True)):
             if splits > tile.parts or (odd and not (tile.turned or tile.stores_any_rows)):
                 continue
             size = (300, 520 - odd, 1000)
-            # Copied if their rows are not aligned: 16-bit operands, and rhs along n of f32. Turned tiles leave results
-            # of such rows to the kernel for every GPU.
+            # 16-bit operands, and an f32 rhs along n, are copied if their rows are not aligned. Turned tiles leave
+            # results with such rows to the kernel for every GPU.
             copies = (0, int(odd)) if name == "16bit" or tile.turned else None
             for shared in choices.SHARED_OPERANDS if name == "16bit" and splits == 1 else (None,):
                 yield matmul_call(name, tile, dtypes, size, splits=splits, shared=shared, copies=copies)
@@ -236,7 +236,7 @@ def tile_calls() -> Iterator[frames.Call]:
 
 
 def gated_call(code: int, size: tuple[int, int, int], *, products: bool = False) -> frames.Call:
-    """The forward call of a gated MLP. size: m, n, k. products: are results, too."""
+    """A gated MLP's forward call. size: m, n, k. products: they are results, too."""
     m, n, k = size
     x, weight, result = (frames.Operand(shape, code) for shape in ((m, k), (k, n), (m, n)))
     attributes = {"activation": np.int32(4), "has_products": np.bool_(products), "band": np.int32(2)}
@@ -244,7 +244,7 @@ def gated_call(code: int, size: tuple[int, int, int], *, products: bool = False)
 
 
 def gated_backward_call(code: int, size: tuple[int, int, int]) -> frames.Call:
-    """Its backward call. size: m, n, and k, the columns of w_down."""
+    """Its backward call. size: m, n, and k, w_down's columns."""
     m, n, k = size
     dy, w_down, full = (frames.Operand(shape, code) for shape in ((m, k), (n, k), (m, n)))
     attributes = {"activation": np.int32(2), "band": np.int32(2)}
@@ -252,13 +252,13 @@ def gated_backward_call(code: int, size: tuple[int, int, int]) -> frames.Call:
 
 
 def gated_calls() -> Iterator[frames.Call]:
-    """Of a part of a tile, and of more tiles than blocks run at once; by the kernels for every GPU, too."""
+    """For a part of a tile, and for more tiles than blocks run at once; by the kernels for every GPU, too."""
     for code, size in itertools.product((16, 10), ((72, 40, 72), (1032, 1992, 200), (45, 33, 27))):
         yield from (gated_call(code, size, products=products) for products in (False, True))
         yield gated_backward_call(code, size)
 
 
-# --- what XLA never sends ---
+# --- calls that XLA never sends ---
 
 
 def _buffer_changes(index: int, operand: frames.Operand) -> Iterator[tuple[str, frames.Operand]]:
@@ -285,7 +285,7 @@ _WRONG_TYPES = (np.bool_(True), np.int32(1), np.int64(1), 1.5, "text", np.zeros(
 
 
 def _wrong_values(name: str, value, rank: int) -> list:
-    """Values of an attribute's own type that no call has."""
+    """Values that have an attribute's type but that no call has."""
     axes = lambda *values: np.array(values, np.int64)  # noqa: E731
     int32 = lambda *values: [np.int32(v) for v in values]  # noqa: E731
     return {
@@ -307,7 +307,7 @@ def _wrong_values(name: str, value, rank: int) -> list:
 
 
 def malformed(call: frames.Call) -> Iterator[tuple[str, frames.Call]]:
-    """The call with one thing wrong, and a description of it."""
+    """The call with one thing wrong, and a description."""
     for field in ("operands", "results"):
         buffers = getattr(call, field)
         for i, buffer in enumerate(buffers):

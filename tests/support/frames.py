@@ -1,4 +1,4 @@
-"""The compiled handlers called without XLA, on call frames of XLA's FFI (xla/ffi/api/c_api.h) made here.
+"""The compiled handlers called without XLA, on XLA FFI call frames (xla/ffi/api/c_api.h) made here.
 
 A frame can be malformed, as XLA never sends it. Its buffers lie between red zones, which show writes and reads outside
 a buffer, and elements left unwritten. Buffers are in host memory for the CPU half and in device memory for the CUDA
@@ -23,12 +23,12 @@ import pytest
 
 from jaxops import _kernel
 
-ZONE = 256  # bytes of red zone before and behind a buffer
+ZONE = 256  # bytes in the red zone before and behind a buffer
 
 #: The tool that watches memory itself, if one does: no red zones, and nothing written to results beforehand.
 BARE = os.environ.get("JAXOPS_BARE_MEMORY", "")
 
-#: XLA's numbers of the dtypes that handlers take.
+#: XLA's numbers for the dtypes that handlers take.
 DTYPES = {
     np.dtype(dtype): code
     for dtype, code in {
@@ -48,7 +48,7 @@ INVALID_ARGUMENT, UNIMPLEMENTED, INTERNAL = 3, 12, 13  # XLA's error codes
 
 
 class HandlerError(Exception):
-    """What a handler returned: XLA's error code, and the message."""
+    """A handler's error: XLA's error code, and the message."""
 
     def __init__(self, code: int, message: str):
         super().__init__(f"{code}: {message}")
@@ -57,7 +57,7 @@ class HandlerError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A buffer of a call. code: the dtype's code; data: "own" memory, none ("null"), or a byte beside it ("odd")."""
+    """A call's buffer. code: the dtype's code; data: "own" memory, none ("null"), or a byte beside it ("odd")."""
 
     shape: tuple[int, ...]
     code: int
@@ -78,7 +78,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a handler. attributes: numpy scalars and arrays, floats and strings."""
+    """A handler call. attributes: numpy scalars and arrays, floats and strings."""
 
     handler: str
     operands: tuple[Operand, ...]
@@ -101,7 +101,7 @@ class Call:
 
 
 def record(function: Callable, *args: Any, platform: str = "cpu") -> list[Call]:
-    """The calls of handlers that a jitted function makes; needs no device of the platform."""
+    """The handler calls that a jitted function makes; it needs no device of the platform."""
     import jax
 
     calls = []
@@ -160,7 +160,7 @@ class Host:
 
 
 class Device:
-    """Memory of the first CUDA device, by its driver."""
+    """Memory on the first CUDA device, by its driver."""
 
     half = "cuda"
 
@@ -191,7 +191,7 @@ class Device:
         self._call("cuCtxSynchronize")
 
     def allocate(self, size: int) -> int:
-        # Whole packs of 16 bytes: kernels read every pack that holds an element; XLA allocates multiples of 256 bytes.
+        # Whole 16-byte packs: kernels read every pack that holds an element; XLA allocates multiples of 256 bytes.
         pointer, rest = c.c_uint64(), -size % 16
         self._call("cuMemAlloc_v2", c.byref(pointer), c.c_size_t(size + rest))
         if rest:
@@ -274,7 +274,7 @@ _Api = _struct("Api", *_HEAD, ("version", _Version), ("internal", _POINTER), *((
 
 
 class _Xla:
-    """What a handler asks of XLA: error objects, a stream, and a thread for each scheduled task."""
+    """The services that a handler asks for from XLA: error objects, a stream, and a thread for each scheduled task."""
 
     def __init__(self, threads: int, stream: int | None):
         self._threads = threads
@@ -386,9 +386,9 @@ def call_handler(
     threads: int = 1,
     stream: int | None = None,
 ) -> None:
-    """Calls a handler of one half, "cpu" or "cuda", on buffers at addresses; raises HandlerError.
+    """Calls a handler in one half, "cpu" or "cuda", on buffers at addresses; raises HandlerError.
 
-    threads: of XLA's pool; stream: CUDA's, None for the default one.
+    threads: in XLA's pool; stream: CUDA's, None for the default one.
     """
     keep: list = []
     xla = _Xla(threads, stream)
@@ -457,9 +457,9 @@ def run(
 
 
 def check_memory(half: str, memory: Host | Device, call: Call, rng: np.random.Generator) -> None:
-    """Every element of the results is written, nothing beside them, and nothing read beside the operands counts.
+    """Every result element is written, nothing beside the results, and nothing read beside the operands counts.
 
-    Two runs, on memory full of NaN and full of zeros and with one and several threads, give the same to the bit.
+    Two runs, on memory filled with NaN and with zeros, and with one and several threads, give the same to the bit.
     """
     values = draw(call, rng)
     if BARE:

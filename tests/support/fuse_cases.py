@@ -15,9 +15,9 @@ DECEPTIONS: dict[str, Case] = {}
 
 
 class Case(NamedTuple):
-    """A function, the shapes of its operands, and the ops that `fuse` finds in it.
+    """A function, its operands' shapes, and the ops that `fuse` finds in it.
 
-    A deception names the family that it deceives; of that it has nothing.
+    A deception names the family that it deceives, and has no such op.
     """
 
     function: Callable[..., jax.Array]
@@ -81,7 +81,7 @@ def rms_one_plus_scale_broadcast(x, scale):
 
 @spelling(ROWS, PARAMETERS, rms_norm=1)
 def rms_divided_by_sqrt(x, scale):
-    """As the Llama of transformers."""
+    """As transformers' Llama."""
     variance = jnp.power(jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32)), 2).mean(-1, keepdims=True)
     return scale * jnp.asarray(x / jnp.sqrt(variance + 1e-6), dtype=x.dtype)
 
@@ -344,7 +344,7 @@ def attention_causal_and_padded(q, k, v, lengths):
 
 @deception("dot_product_attention", *HEADS, (2, 6))
 def attention_with_masks_added(q, k, v, lengths):
-    """As transformers' Llama with an attention_mask: weights of a query that sees no key have a derivative."""
+    """As transformers' Llama with an attention_mask: if a query sees no key, its weights have a derivative."""
     mask = jnp.broadcast_to((lengths > -0.3)[:, None, None, :], (2, 1, 6, 6))
     mask = jnp.logical_and(mask, jnp.broadcast_to(tril(6), (2, 1, 6, 6))).astype(jnp.float32)
     lowest = jnp.full(mask.shape, jnp.finfo(q.dtype).min).astype(q.dtype)
@@ -465,7 +465,7 @@ def attention_scaled_after_the_bias(q, k, v):
     return mixed((jnp.einsum("bqhd,bkhd->bhqk", q, k) + tril(6)) * 0.5, v)
 
 
-# Losses of integer labels, which the tests give the second operand's signs and sizes.
+# Losses with integer labels, which the tests give the second operand's signs and sizes.
 
 LOSS = {"softmax_cross_entropy_with_integer_labels": 1}
 
@@ -934,7 +934,7 @@ def gated_by_one_number_for_each_row(x, w, v):
     return jax.nn.silu(x @ w) * (x @ v)
 
 
-# Norms of a sum, which is used elsewhere too.
+# Norms after a sum that is used elsewhere too.
 
 
 def plain_rms(x):
@@ -1256,7 +1256,7 @@ def log_softmax_maximum_added_twice(x):
     return x - (jax.nn.logsumexp(x, -1, keepdims=True) + x.max(-1, keepdims=True))
 
 
-# Functions that look like a product with a contraction of floats.
+# Functions that look like a product that contracts floats.
 
 
 @deception("dot_general", (3,), (4,))

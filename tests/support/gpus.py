@@ -1,4 +1,4 @@
-"""The GPUs of this machine, for tests and tools that run several processes."""
+"""This machine's GPUs, for tests and tools that run several processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The names in CUDA_VISIBLE_DEVICES; without it the numbers of all GPUs."""
+    """The names in CUDA_VISIBLE_DEVICES; without it all GPUs' numbers."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name]
     if shutil.which("nvidia-smi") is None:
@@ -21,7 +21,7 @@ def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
 def of_worker(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables to set in a pytest-xdist worker, before jax is imported.
 
-    Each begins with another GPU, and takes of the memory what it needs.
+    Each begins with another GPU, and takes only the memory that it needs.
     """
     worker = environment.get("PYTEST_XDIST_WORKER", "")
     found = visible(environment) if worker.startswith("gw") else []

@@ -27,14 +27,14 @@ def wide(x):
 def exact(op, logits, cotangent, axes=-1, mask=True):
     """Value, and gradient with respect to the logits, in float64; mask: which entries take part.
 
-    Also the sizes of the terms that cancel in the gradient; its error counts in their ulp.
+    Also the sizes of terms that cancel in the gradient; its error counts in their ulp.
     """
     shape = np.broadcast_shapes(np.shape(logits), np.shape(mask))
     axes = tuple(range(len(shape))) if axes is None else axes
     axes = tuple(axes) if isinstance(axes, (list, tuple)) else (axes,)
     mask = np.broadcast_to(mask, shape)
     z = wide(logits)
-    if np.asarray(logits).dtype == np.float64:  # what judges float64 must be better than float64
+    if np.asarray(logits).dtype == np.float64:  # a judge for float64 must be better than float64
         z = z.astype(np.longdouble)
     z = np.where(mask, z, -INF)
     dy = np.where(mask, wide(cotangent).astype(z.dtype), 0)
@@ -55,7 +55,7 @@ def exact(op, logits, cotangent, axes=-1, mask=True):
 
 
 def assert_matches_exact(got, wanted, what="", slack=1.0, reference=None):
-    """Value and gradient, or the value alone, against what `exact` returned; reference() is another implementation."""
+    """Value and gradient, or the value alone, against the result of `exact`; reference() is another implementation."""
     value, gradient, terms = wanted
     assert_matches(got[0], value, f"{what} value", slack * contract.ROUNDING, reference and (lambda: reference()[0]))
     if len(got) > 1:
@@ -65,7 +65,7 @@ def assert_matches_exact(got, wanted, what="", slack=1.0, reference=None):
 
 
 def unbroadcast(gradient, shape):
-    """The gradient summed over the axes along which an operand of `shape` was broadcast."""
+    """The gradient summed over the axes along which a `shape` operand was broadcast."""
     gradient = gradient.sum(tuple(range(gradient.ndim - len(shape))))
     return gradient.sum(tuple(a for a, d in enumerate(shape) if d != gradient.shape[a]), keepdims=True)
 

@@ -1,4 +1,4 @@
-"""The exact loss in float64, for the tests of the losses."""
+"""The exact loss in float64, for the losses' tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: Combinations of options, by name.
+#: Option sets, by name.
 OPTIONS = {
     "plain": {},
     "smoothing": {"label_smoothing": 0.1},
@@ -43,7 +43,7 @@ def exact_loss(
 
 
 def exact(x, labels, cotangent, where=None, **options) -> tuple[np.ndarray, np.ndarray]:
-    """The loss and the gradient of its product with `cotangent`, in float64 on the CPU."""
+    """The loss and the gradient for its product with `cotangent`, in float64 on the CPU."""
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         wide = jnp.asarray(np.asarray(x).astype(np.float64))
         cotangent = jnp.asarray(np.asarray(cotangent).astype(np.float64))

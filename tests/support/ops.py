@@ -1,4 +1,4 @@
-"""The ops: all that the tests, the benchmarks and the demo need to know of each, once."""
+"""The ops: everything that the tests, the benchmarks and the demo need to know about each, once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import jaxops
 
 Function = Callable[..., jax.Array]
 
-#: The axes of a variant's operands.
+#: The axes that a variant's operands have.
 SIZES = {"b": 8, "t": 4, "c": 16, "n": 8, "k": 4}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An op with some of its options, beside a form that a user would write without jaxops.
+    """An op with some options, beside the form that a user would write without jaxops.
 
-    ours, reference: functions of the operands. `axes` names the operands' axes (see SIZES); x has b, t, c.
+    ours, reference: functions that take the operands. `axes` names the operands' axes (see SIZES); x has b, t, c.
     """
 
     ours: Function
@@ -40,20 +40,20 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class OpCase:
-    """An op. A new op of x alone needs the first four attributes, and `axis` if it takes one.
+    """An op. A new op on x alone needs the first four attributes, and `axis` if it takes one.
 
     Attributes:
       name: its name in jaxops, or a name for it with some options.
-      ours, reference: functions of the operands: the op, and a form that a user would write without jaxops. None: the
-        op has tests of its own instead of the contract.
-      operands: from a numpy generator, the shape of the first operand and a dtype.
+      ours, reference: functions that take the operands: the op, and the form that a user would write without jaxops.
+        None: the op has separate tests instead of the contract.
+      operands: from a numpy generator, the first operand's shape and a dtype.
       oracle: taken in float64 as the exact function; default: reference.
-      family: which random calls, error bounds and benchmarks suit it: "rows" (any function of rows), "logits", "norm",
+      family: which random calls, error bounds and benchmarks suit it: "rows" (any function on rows), "logits", "norm",
         "product", "attention" or "loss".
       axis: whether ours and reference also take an axis.
       fuzzed: whether tests/fuzz.py and tests/accuracy.py call it by its name.
-      variants: by options, for tests/transformations.py; default: ours and reference of x.
-      repeated: by name, functions of x and of a vector, for tests/determinism.py; default: ours of x.
+      variants: by options, for tests/transformations.py; default: ours and reference on x.
+      repeated: by name, functions of x and a vector, for tests/determinism.py; default: ours on x.
     """
 
     name: str
@@ -79,12 +79,12 @@ def _normal(rng, shape, dtype, scale=1.0, offset=0.0):
 
 
 def logits(rng, shape, dtype):
-    """x alone, with a deviation of 3."""
+    """x alone, with deviation 3."""
     return (_normal(rng, shape, dtype, 3.0),)
 
 
 def parameter_dtype(dtype) -> np.dtype:
-    """The dtype of the scale and bias that go with x: at least f32."""
+    """The dtype for the scale and bias that go with x: at least f32."""
     return np.dtype("float64") if np.dtype(dtype) == np.float64 else np.dtype("float32")
 
 
@@ -131,7 +131,7 @@ def _reference_norm(x, scale, bias=0.0, where=None, centred=True):
 
 
 def _masked_softmax(function, x, scale, bias):
-    """The masked entries of log_softmax, -inf, are left out."""
+    """log_softmax's masked entries, -inf, are left out."""
     visible = WHERE & CAUSAL
     if function in (jaxops.softmax, jaxops.log_softmax):
         y = function(x, where=WHERE, scale=jnp.mean(scale), bias=bias, causal=True)
@@ -150,7 +150,7 @@ def _add_norm(ours, x, residual, scale, bias):
 
 
 def _attention(ours, query, key, value, sinks=None, bias=None):
-    """Eight heads of depth 2; with all options also causality, a window, a mask and segments."""
+    """Eight heads with depth 2; with all options also causality, a window, a mask and segments."""
     heads = SIZES["n"]
     query, key, value = (x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads) for x in (query, key, value))
     i, j = np.arange(query.shape[-3])[:, None], np.arange(key.shape[-3])[None]
@@ -173,7 +173,7 @@ def _attention(ours, query, key, value, sinks=None, bias=None):
 
 
 def _labels(x, numbers):
-    """Columns of x, from an operand: it is split and mapped as x is."""
+    """x's columns, from an operand: it is split and mapped as x is."""
     return jnp.broadcast_to(jnp.floor(jnp.abs(numbers) * 7).astype(int) % SIZES["c"], x.shape[:-1])
 
 
@@ -331,7 +331,7 @@ FUZZED = tuple(name for name, case in CASES.items() if case.fuzzed)
 
 
 def value_and_gradients(function, operands, cotangent):
-    """function(*operands) and the gradients of its inner product with `cotangent` with respect to every operand."""
+    """function(*operands), and for every operand the gradient of its inner product with `cotangent`."""
     value, pullback = jax.vjp(function, *operands)
     return value, *pullback(cotangent.astype(value.dtype))
 
@@ -351,7 +351,7 @@ def exact(case: OpCase, operands, cotangent) -> list[np.ndarray]:
 
 
 def ulps(got, wanted: np.ndarray) -> float:
-    """The largest error of `got`, in units in the last place (of its dtype) of the largest wanted value."""
+    """The largest error in `got`, in units in the last place (of its dtype) at the largest wanted value."""
     got = np.asarray(got)
     if not got.size:
         return 0.0

@@ -1,9 +1,9 @@
 """The ops in closed form on numpy's widest float: values, cotangents and tangents, each with its rounding error.
 
-Every result is a pair of exact values and of noise: the absolute error that the op's arithmetic may have, to first
-order, besides the rounding of the result itself. It follows from the docstrings: sums and statistics in
-f32 (f64 as soon as an operand is f64), intermediate tensors in the dtypes of operands and results. `error` measures any
-op and input in one unit, in which bounds are of order one.
+Every result is a pair: exact values and noise, the absolute error that the op's arithmetic may have, to first order,
+besides the result's rounding. It follows from the docstrings: sums and statistics in f32 (f64 as soon as an operand is
+f64), intermediate tensors in the operands' and results' dtypes. `error` measures any op and input in one unit, in which
+bounds are about one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def wide(x, dtype=WIDE) -> np.ndarray:
 
 
 def eps(*dtypes) -> float:
-    """The largest among floating dtypes: twice the relative error of rounding."""
+    """The largest among floating dtypes: twice the relative rounding error."""
     return max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
 
 
@@ -49,7 +49,7 @@ def accumulator(*dtypes) -> np.dtype:
 
 
 def error(got, wanted: Wanted) -> float:
-    """The error of the worst element of `got`, in units of the rounding of its dtype and the noise.
+    """The error of the worst element in `got`, in units of its dtype's rounding and the noise.
 
     In ulp where there is no noise. Infinities and NaN must be the same; an overflow may come early by the noise. Where
     XLA counts the exact value as 0 (`tiny`), 0 is without error.
@@ -78,7 +78,7 @@ def error(got, wanted: Wanted) -> float:
 
 
 def unbroadcast(x: Wanted, shape: Sequence[int], noise: float = 0.0) -> Wanted:
-    """Summed over the axes along which an array of `shape` was broadcast; noise: of the sum, relative to its terms."""
+    """Summed over the axes along which a `shape` array was broadcast; noise: the sum's, relative to its terms."""
 
     def total(values):
         values = values.sum(tuple(range(values.ndim - len(shape))))
@@ -106,12 +106,12 @@ class _Oracle:
 
 
 class Logits(_Oracle):
-    """softmax or log_softmax of x scale + bias, of the operands' joint shape.
+    """softmax or log_softmax of x scale + bias, in the operands' joint shape.
 
     Args:
       op: "softmax" or "log_softmax".
       x, scale, bias, where: as they are given to the op, absent as None.
-      axes: axes of the joint shape, non-negative.
+      axes: the joint shape's axes, non-negative.
       dtype: the result's.
     """
 
@@ -135,7 +135,7 @@ class Logits(_Oracle):
             exponentials = np.where(self.mask, np.exp(self.shifted), 0)
             total = self._sum(exponentials)
             self.p, self.log_total = exponentials / total, np.log(total)
-            # Relative noise of exp(z - max), and of the probabilities.
+            # Relative noise in exp(z - max), and in the probabilities.
             noise = eps(self.acc) * (1 + _finite(np.abs(self.shifted)) + _finite(size))
             self.relative = noise + self._sum(np.where(self.p > 0, self.p * noise, 0))
         self.tiny = max(map(tiny, (self.acc, self.operands["x"].dtype)))
@@ -154,7 +154,7 @@ class Logits(_Oracle):
             return (Wanted(y, self._visible(self.relative + eps(self.acc) * np.abs(self.log_total))),)
 
     def _relative_in_products(self):
-        """Relative and absolute noise of the probabilities that meet tangents and cotangents."""
+        """Relative and absolute noise in the probabilities that meet tangents and cotangents."""
         relative = self.relative + eps(self.acc) * np.abs(self.log_total)
         if self.op == "softmax":
             return relative + eps(self.dtype), float(jnp.finfo(self.dtype).smallest_subnormal) + self.tiny
@@ -210,7 +210,7 @@ class Logits(_Oracle):
 
 
 class Norm(_Oracle):
-    """layer_norm or rms_norm; the parameters have the shape of the normalised axes.
+    """layer_norm or rms_norm; the parameters have the normalised axes' shape.
 
     Args:
       op: "layer_norm" or "rms_norm".
@@ -243,7 +243,7 @@ class Norm(_Oracle):
             deviations = self.x - mean
             self.rstd = 1 / np.sqrt(self._mean(np.square(deviations)) + self.real(epsilon))
             self.normal = deviations * self.rstd
-            # Noise of the normalised values: their rounding, the mean's rounding, and denormal operands counted as 0.
+            # Noise in the normalised values: their rounding, the mean's rounding, and denormal operands counted as 0.
             offset = np.sqrt(self._mean(np.square(self.x))) if op == "layer_norm" else self.real(0)
             self.noise = eps(acc) * (np.abs(self.normal) + offset * self.rstd)
             # Its effect on rstd; where it exceeds the variance, to second order.
@@ -284,7 +284,7 @@ class Norm(_Oracle):
             noise = noise + self.shaken * np.abs(dx)
             if dsum is not None:
                 dx, noise = dx + self.wide(dsum), noise + eps(self.acc) * np.abs(self.wide(dsum))
-            # It is computed in the dtype of x + residual.
+            # It is computed in the dtype that x + residual has.
             noise = noise + eps(self.total) * np.abs(dx) + 4 * float(jnp.finfo(self.total).smallest_subnormal)
             found = {name: Wanted(dx, noise) for name in ("x", "residual") if name in self.operands}
             rows = tuple(a for a in range(self.x.ndim) if a not in self.axes)
@@ -330,7 +330,7 @@ class Norm(_Oracle):
 
 
 def activate(activation, z):
-    """f(z), f'(z) and a bound of |f''|."""
+    """f(z), f'(z) and a bound on |f''|."""
     real = z.dtype.type
     if activation is None:
         return z, np.ones_like(z), 0.0
@@ -352,8 +352,8 @@ class Matmul(_Oracle):
     """activation(lhs_scale rhs_scale a b + bias).
 
     Args:
-      a, b, lhs_scale, rhs_scale, bias: as they are given to the op, with arrays of a's and b's form.
-      multiply: the relative error of a product's factors, such as TF32's, in addition to the accumulator's.
+      a, b, lhs_scale, rhs_scale, bias: as the op takes them, with arrays in a's and b's form.
+      multiply: the relative error in a product's factors, such as TF32's, in addition to the accumulator's.
       dtype: the result's.
     """
 
@@ -381,7 +381,7 @@ class Matmul(_Oracle):
             self.f, self.slope, self.curvature = activate(activation, z)
 
     def _rounding(self, left, right) -> np.ndarray:
-        """A product's rounding: of its factors, and of sums of k terms, which grows as the root of k."""
+        """A product's rounding: its factors', and the k-term sums', which grows as the root of k."""
         relative = self.multiply + eps(self.acc) * max(1.0, left.shape[-1] ** 0.5 / 2)
         return relative * np.matmul(np.abs(left), np.abs(right))
 
@@ -502,7 +502,7 @@ class Sampled:
     """A function without a closed form, in float64. Noise: by how much it moves if each value on the way is rounded.
 
     Args:
-      function: of the operands, in `jax.numpy`.
+      function: takes the operands, in `jax.numpy`.
       operands: by name.
     """
 
@@ -541,13 +541,13 @@ def _jvp(function, *xs):
     return [jax.jvp(function, operands, tangents)[1]]
 
 
-#: Samples of the rounding, so many that they do not all cancel, and its relative size.
+#: Rounding samples, so many that they do not all cancel, and the relative size.
 _SAMPLES, _STEP = 8, 1e-6
 
 
 @functools.cache
 def _moves(function, derive):
-    """From the inputs: `derive(function, *inputs)`, and the moves of each result, in units of the rounding, summed."""
+    """From the inputs: `derive(function, *inputs)`, and each result's summed moves, in units of the rounding."""
 
     @jax.jit
     def compute(*inputs):
@@ -561,7 +561,7 @@ def _moves(function, derive):
 
 
 def _rounded(program, inputs, rng, sample):
-    """A program's results in one sample: each input, and each result of an operation, is off by some rounding."""
+    """A program's results in one sample: each input, and each operation's result, is off by some rounding."""
 
     def rounded(x):
         if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""Row lengths around every capacity of the row kernels, and the comparison of results that hold NaN or infinities."""
+"""Row lengths around every row kernel's capacities, and the comparison of results that hold NaN or infinities."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import numpy as np
 
 from support import contract
 
-# Capacities are 1, 3 or 5 times a power of two, counted in packs of V = 8, 4 or 2 elements. A row whose length is no
-# multiple of V may begin anywhere in a pack, which costs up to 2 V - 1 elements of the capacity. Staged rows are
-# counted in elements; some placements for 16 and for 32 bits differ.
+# Capacities are 1, 3 or 5 times a power of two, counted in packs of V = 8, 4 or 2 elements. If V does not divide a
+# row's length, the row may begin anywhere in a pack, which costs up to 2 V - 1 elements of the capacity. Staged rows
+# are counted in elements; some placements for 16 and for 32 bits differ.
 _AROUND = (-7, -6, -3, -2, -1, 0, 1, 8)
 _NEAR = (-7, 0, 1, 8)
 _STAGED = (1056, 2112, 4224, 8448, 12800, 16896, 20480, 33792, 51200, 67584, 102400, 135168)
 
-#: Lengths of rows of adjacent elements, aligned and unaligned, on both sides of every capacity.
+#: Lengths for rows with adjacent elements, aligned and unaligned, on both sides of every capacity.
 COLUMNS = sorted(
     {2**k + d for k in range(3, 16) for d in _AROUND}
     | {n * 2**k + d for n in (3, 5) for k in range(5, 13) for d in _NEAR}
@@ -24,12 +24,12 @@ COLUMNS = sorted(
 
 
 def lengths(on_gpu: bool) -> list[int]:
-    """COLUMNS on a GPU, some of them on the CPU, whose loops have no capacities."""
+    """COLUMNS on a GPU, fewer on the CPU, whose loops have no capacities."""
     return COLUMNS if on_gpu else COLUMNS[::4]
 
 
-#: Some of them, for tools under which a call takes long: of aligned rows each capacity itself, of unaligned ones
-#: the longest row that each placement for them holds (rows/tuning.h), and the streamed ones.
+#: Fewer, for tools that make a call slow: for aligned rows each capacity, for unaligned rows the longest row in each of
+#: their placements (rows/tuning.h), and the streamed rows.
 _UNALIGNED = (96, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 4096, 5120, 10240, 16384)
 _UNALIGNED += (20480, 28672, 32768, 40960, 57344)
 COLUMNS_ONCE = sorted(
@@ -40,7 +40,7 @@ COLUMNS_ONCE = sorted(
 
 
 def beyond_few(columns: int, dtype, summed: bool = False) -> int:
-    """The least rows of adjacent elements that are not few to a GPU, whose kernels for few are others.
+    """The fewest rows with adjacent elements that a GPU does not count as few: the kernels for few rows are others.
 
     kFewThreads in rows/tuning.h; summed: with sums over the rows, HasFewRows in rows/column_sums.cuh.
     """
@@ -49,8 +49,8 @@ def beyond_few(columns: int, dtype, summed: bool = False) -> int:
     return max(rows, min(128 + columns // 16, 512, 2**22 // columns) + 1) if summed else rows
 
 
-# Shapes [outer, length, inner]: lengths around the capacities of placements, inner sizes that are a multiple of a pack
-# or not; and rows that several blocks of a GPU share, whose sizes are multiples of nothing.
+# Shapes [outer, length, inner]: lengths around the placements' capacities, inner sizes that fill packs or do not; and
+# rows that several blocks share on a GPU, with sizes that nothing divides.
 _AT_CAPACITIES = [
     (outer, length, inner)
     for length in (1, 2, 3, 7, 8, 9, 127, 128, 129, 500, 1023, 1024, 1025, 1500)
@@ -60,14 +60,14 @@ _AT_CAPACITIES += [(1, 2**k + d, 8) for k in range(6, 17) for d in (0, 1)]
 _AT_CAPACITIES += [(1, 9001, 68), (3, 8205, 20), (3, 16389, 28)]
 _ANYWHERE = [(2, 130, 2), (3, 40, 31), (1, 40, 32), (2, 5, 100), (1, 2000, 2), (3, 65, 72), (2, 513, 40)]
 _ANYWHERE += [(1, 1024, 136), (1, 200, 40), (3, 4, 40), (2, 3, 520), (2, 16, 132)]
-_ANYWHERE += [(1, 300, 1200)]  # on the CPU threads share the columns of rows side by side
+_ANYWHERE += [(1, 300, 1200)]  # on the CPU threads share the columns if rows lie side by side
 
-#: Shapes of rows whose elements lie `inner` apart; normalised over axis 1.
+#: Shapes for rows whose elements lie `inner` apart; normalised over axis 1.
 STRIDED = _AT_CAPACITIES + _ANYWHERE
 
 
 def strided(on_gpu: bool) -> list[tuple[int, int, int]]:
-    """STRIDED on a GPU, some of them on the CPU."""
+    """STRIDED on a GPU, fewer on the CPU."""
     return STRIDED if on_gpu else _AT_CAPACITIES[::3] + _ANYWHERE
 
 
@@ -89,10 +89,10 @@ STRIDED_ONCE += [(1, 2**k, 8) for k in range(6, 15)] + [(3, 8205, 20), (3, 16389
 def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
     """Shapes with more rows than a GPU takes at once: threads take several rows each, or blocks one after the other.
 
-    None are few in the sense of `beyond_few`.
+    None are few as `beyond_few` defines it.
 
-    tool: of compute-sanitizer, the one that runs, if one does. Under synccheck two rows where clusters of 16 blocks
-    take them (tools/sanitize_gpu.py).
+    tool: the compute-sanitizer tool that runs, if any. Under synccheck there are two rows if clusters of 16 blocks take
+    them (tools/sanitize_gpu.py).
     """
     pack = 16 // np.dtype(dtype).itemsize
     shapes = [
@@ -115,7 +115,7 @@ def crowds(dtype, on_gpu: bool, tool: str = "") -> list[tuple[int, int]]:
 
 
 def some_rows(rng, rows: int) -> np.ndarray:
-    """Which of many rows are compared: the first and the last ones, and some between."""
+    """The rows to compare: the first and the last ones, and some between."""
     return np.unique([*range(min(rows, 3)), *range(max(rows - 3, 0), rows), *rng.integers(rows, size=24)])
 
 
@@ -131,7 +131,7 @@ def edged(rng, shape, dtype, axis, edge):
 def assert_matches(got, wanted, what="result", rounding=contract.ROUNDING, reference=None, terms=None):
     """contract.assert_close for the finite wanted values; NaN and infinities are equal.
 
-    terms: the sizes of the terms that cancel in `wanted`; rounding then counts in ulp of the largest of them.
+    terms: the sizes of terms that cancel in `wanted`; rounding then counts in ulp of the largest term.
     """
     got, wanted = np.array(got), np.array(wanted, np.float64)
     assert got.shape == wanted.shape, f"{what}: shape {got.shape} instead of {wanted.shape}"

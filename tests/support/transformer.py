@@ -102,7 +102,7 @@ def layer(ops, params, x):
 
 
 def loss(ops, params, x, targets):
-    """The mean negative log-likelihood of the targets, [batch, positions]."""
+    """The targets' mean negative log-likelihood, [batch, positions]."""
     y = layer(ops, params, x)
     logits = ops.einsum("btd,dv->btv", y, params["vocabulary"])
     picked = jax.nn.one_hot(targets, logits.shape[-1], dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""The rules, the most far-reaching first: what one takes the next cannot."""
+"""The rules, the most far-reaching first: a node that one takes is lost to the next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxops._fuse._rules import _attention, _linear_losses, _losses, _norms, _pr
 
 
 class Rule(NamedTuple):
-    """One family: the ops that it finds, the primitives at which it looks, and what looks like one of them."""
+    """One family: the ops that it finds, the primitives at which it looks, and its near misses."""
 
     ops: tuple[str, ...]
     anchors: frozenset[str]
@@ -21,7 +21,7 @@ class Rule(NamedTuple):
 
 
 def _never_near(node: Node) -> str | None:
-    """Of rules without whose op a part of the match is found by another rule."""
+    """For rules that share parts with others: without this op, another rule finds a part of the match."""
     del node
     return None
 
@@ -43,7 +43,7 @@ OPS = tuple(op for rule in RULES for op in rule.ops)
 
 
 class Miss(NamedTuple):
-    """What looks like an op of jaxops, and why it is none."""
+    """A part that looks like a jaxops op, and why it is none."""
 
     what: str
     node: Node
@@ -51,7 +51,7 @@ class Miss(NamedTuple):
 
 
 def search(within: Search, only: frozenset[str], joins: bool = True) -> list[Match | Miss]:
-    """The matches of a graph, none of which share a node, and the near misses.
+    """A graph's matches, which share no node, and the near misses.
 
     joins: norms may have the sums that they normalise as a second result.
     """
@@ -79,7 +79,7 @@ def search(within: Search, only: frozenset[str], joins: bool = True) -> list[Mat
                 matches.append(match)
     misses, told = [], set()
     for node, i, why in refused:
-        # The softmax of what is no attention is a near miss still.
+        # If it is no attention, its softmax is still a near miss.
         if node in taken and (i >= taken[node] or "softmax" not in RULES[taken[node]].ops):
             continue
         if node not in told and (what := RULES[i].is_near(node)):

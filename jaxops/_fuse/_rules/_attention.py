@@ -1,11 +1,12 @@
 """Attention: a softmax between two products, whose scores and weights nothing else uses.
 
-Where the search begins: the sum of a softmax's exponentials. Assumed: between the first product and the softmax are
-factors (also of the query, before it), a soft cap, a bias, and masks that put a number of -10000 or less where a key is
-not seen, logits being small against it, or, if every query is known to see a key, add it; nothing between the softmax
-and the second product, but casts and transpositions. With -inf a query that sees no key gives NaN, and jaxops the mean
-of all values: such masks are taken only if they are causal. A mask that is known at trace time and causal is not read.
-The check on small rows decides about the rest: factors, layout, masks.
+Where the search begins: the sum of a softmax's exponentials. The rule assumes that only these lie between the first
+product and the softmax: factors (also on the query, before it), a soft cap, a bias, and masks that put a number of
+-10000 or less in place of a key that is not seen, as logits are small against it, or that add it, if every query is
+known to see a key. It assumes that only casts and transpositions lie between the softmax and the second product. With
+-inf a query that sees no key gives NaN, but in jaxops the mean of all values: such masks are taken only if they are
+causal. A mask is not read if it is causal and known at trace time. The check on small rows decides about the rest:
+factors, layout, masks.
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ _KNOWN = 2**26
 
 @dataclasses.dataclass
 class _Logits:
-    """From what the logits are made: the first product, and what follows it, the last first."""
+    """The logits' origin: the first product, and the operations after it, the last first."""
 
     product: Node
     scale: float = 1.0
     cap: float | None = None
     bias: Value | None = None
-    masks: tuple[tuple[Value, bool, float], ...] = ()  # the mask, what it says where a key is seen, the number
-    added: Value | None = None  # which of them is added
+    masks: tuple[tuple[Value, bool, float], ...] = ()  # the mask, its value for a key that is seen, the number
+    added: Value | None = None  # which ones are added
     query_first: bool = True
 
 
 def find(search: Search, node: Node) -> Match | None:
-    """The attention whose softmax has the node as its sum."""
+    """The attention whose softmax sum is the node."""
     if (exponential := exponentials(node)) is None or (x := less_maximum(exponential.inputs[0])) is None:
         return None
     if (logits := _logits(x)) is None:
@@ -79,7 +80,8 @@ def find(search: Search, node: Node) -> Match | None:
 
 
 def _queries(logits: _Logits, dtype: np.dtype) -> Iterator[tuple[Value, Value, _Logits]]:
-    """What may be query and key: without casts to a wider dtype, and the query without factors; or as they are."""
+    """The values that may be query and key: without casts to a wider dtype, and the query without factors; or as they
+    are."""
     sides = logits.product.inputs
     for i in (0, 1):
         query, key = sides[i], sides[1 - i]
@@ -92,7 +94,7 @@ def _queries(logits: _Logits, dtype: np.dtype) -> Iterator[tuple[Value, Value, _
 
 
 def _unscaled(value: Value, dtype: np.dtype) -> tuple[Value, float]:
-    """What a value is a multiple of, of the dtype given, and the factor."""
+    """The value, in the given dtype, that this is a multiple of, and the factor."""
     found, factor = (value, 1.0), 1.0
     while True:
         if value.name in COPIES or widens(value.node):
@@ -121,7 +123,7 @@ def _depends(value: Value, on: Value) -> bool:
 
 
 def _logits(value: Value) -> _Logits | None:
-    """What a value is made of if a product of two arrays is at its beginning."""
+    """The operations on a product of two arrays that give this value, if it begins with one."""
     while value.name in MOVES or is_cast(value.node):
         value = value.inputs[0]
     node = value.node
@@ -171,16 +173,16 @@ def _logits(value: Value) -> _Logits | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """The axes of query, key, value and result by name: batches, heads (of keys), groups, and the four others.
+    """The axes of query, key, value and result by name: batches, (key) heads, groups, and the four others.
 
-    Each is a tuple of names, one for each axis; "" is an axis of size 1 that belongs to nothing.
+    Each is a tuple of names, one for each axis; "" is an axis of size 1 without a role.
     """
 
     batches: tuple[str, ...]
     sides: tuple[tuple[str, ...], ...]
 
     def to_four(self, x: Any, names: Sequence[str], rest: tuple[str, str], sizes: dict[str, int], spread: bool) -> Any:
-        """[batch, rest[0], heads, rest[1]] of query, key and value; spread: [batch, heads, query, key] of a mask.
+        """[batch, rest[0], heads, rest[1]] for query, key and value; spread: [batch, heads, query, key] for a mask.
 
         Works for NumPy's arrays and for JAX's.
         """
@@ -215,12 +217,12 @@ class _Layout:
         names = (*self.batches, "query", *heads, "feature")
         x = x.reshape([sizes[name] for name in names])
         wanted = [name for name in self.sides[3] if name]
-        rest = [name for name in names if name not in wanted]  # of size 1
+        rest = [name for name in names if name not in wanted]  # with size 1
         return x.transpose([names.index(name) for name in (*wanted, *rest)]).reshape(shape)
 
 
 def _layout(cone: Cone, query: Value, key: Value, value: Value, logits: _Logits) -> tuple[_Layout, dict[str, int]]:
-    """The names of all axes and their sizes."""
+    """All axes' names and sizes."""
     classes = cone.classes
     q, k, v, out = (classes.of(x) for x in (query, key, value, cone.out))
     contracted, batch = logits.product.params["dimension_numbers"]
@@ -281,7 +283,7 @@ def _match(search: Search, query: Value, key: Value, value: Value, end: Value, l
     masks, causal = [], False
     for mask, seen, number in logits.masks:
         if mask == logits.added and _shows(search, mask, seen, cone, layout, sizes) is None:
-            # Its weights, all equal, depend on the logits still, unlike those of logits that are replaced.
+            # Its weights, all equal, still depend on the logits; with replaced logits they would not.
             raise Refusal("its mask is added, so that a query without keys has a derivative", 1)
         for part in cone.masks_of(mask) if seen else [mask]:
             if _shows(search, part, seen, cone, layout, sizes) == "causal":
@@ -290,7 +292,7 @@ def _match(search: Search, query: Value, key: Value, value: Value, end: Value, l
                 raise Refusal("a query that sees no key gives NaN", 1)
             else:
                 masks.append((part, seen))
-    # Which leaves the check has, and from which of them the operands are made.
+    # The check's leaves, and the leaf from which each operand is made.
     leaves = cone.leaves
     if key not in leaves or value not in leaves:
         raise Refusal("query, key and value depend on each other", 1)
@@ -312,7 +314,7 @@ def _match(search: Search, query: Value, key: Value, value: Value, end: Value, l
 
 
 class _Extras:
-    """Bias and masks: operands, their roles, the names of their axes, and which leaves of the check they are."""
+    """Bias and masks: operands, their roles, their axes' names, and their leaves in the check."""
 
     def __init__(self, logits: _Logits, masks, causal: bool, cone: Cone, names: dict):
         del causal
@@ -345,9 +347,9 @@ class _Plan:
 
 
 def _shows(search: Search, mask: Value, seen: bool, cone: Cone, layout: _Layout, sizes: dict[str, int]) -> str | None:
-    """What is known of a mask at trace time: "causal"; "one", if each query sees a key; None.
+    """A mask's property that is known at trace time: "causal"; "one", if each query sees a key; None.
 
-    seen: what it says where a key is seen.
+    seen: its value for a key that is seen.
     """
     places = {c: i for i, c in enumerate(cone.classes.of(mask))}
     names = {name: c for c, name in _named(cone, layout).items()}

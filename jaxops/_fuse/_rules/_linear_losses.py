@@ -1,9 +1,9 @@
-"""linear_cross_entropy: the losses of integer labels behind a product whose result, the logits, nothing else reads.
+"""linear_cross_entropy: losses with integer labels after a product whose result, the logits, nothing else reads.
 
-Where the search begins: as for losses. Assumed: the product has weights of two axes, and tokens that are sliced at most
-between it and the loss; all losses are summed, with a factor for each or a mask: then three products give the loss and
-its gradients, as many as with logits. A bias and a soft cap may follow the product. The check on small rows is that of
-losses, from the product on.
+Where the search begins: as for losses. The rule assumes that the weights have two axes, and that the tokens are at most
+sliced between the product and the loss; that all losses are summed, with a factor for each or a mask: then three
+products give the loss and its gradients, as many as with logits. A bias and a soft cap may follow the product. The
+check on small rows is the check for losses, from the product on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ANCHORS = _losses.ANCHORS
 
 
 def find(search: Search, node: Node) -> Match | None:
-    """The loss of which the node picks the labels' part, from the product to the sum over all tokens."""
+    """The loss whose label logits the node picks, from the product to the sum over all tokens."""
     try:
         loss = _losses.find(search, node)
     except Refusal:
@@ -72,7 +72,7 @@ def find(search: Search, node: Node) -> Match | None:
 
 
 def _product(logits: Value) -> tuple[Node, Node | None, list[Node]] | None:
-    """The product of hidden states and weights of which logits are made, a slice of its tokens, what lies between."""
+    """The product of hidden states and weights behind the logits, a slice of its tokens, the operations between."""
     value, between = logits, []
     while value.name not in ("dot_general", "slice"):
         node = value.node
@@ -98,7 +98,7 @@ def _product(logits: Value) -> tuple[Node, Node | None, list[Node]] | None:
 
 
 def _check_slice(product: Node, slices: Node | None, axis: int) -> None:
-    """Refuses what is no loss over the vocabulary, the last axis, or a slice that leaves out a part of it."""
+    """Refuses a loss that is not over the vocabulary, the last axis, and a slice that leaves out a part of it."""
     shape = product.avals[0].shape
     if axis != len(shape) - 1:
         raise Refusal("its loss is not over the weights' axis", 1)
@@ -112,7 +112,7 @@ def _check_slice(product: Node, slices: Node | None, axis: int) -> None:
 
 
 def _sum(search: Search, end: Value) -> tuple[Value, Value | None, bool, list[Node]]:
-    """The sum over all losses, the factor or the mask of each, whether it is a mask, and the nodes on the way."""
+    """The sum over all losses, each one's factor or mask, whether it is a mask, and the nodes on the way."""
     value, factor, masked, nodes = end, None, False, []
     refusal = Refusal("no sum of all its losses follows")
     while True:
@@ -176,7 +176,7 @@ def _build(x, w, labels, *rest, slices, options, has, masked, outside, sign, lab
     at = jnp.broadcast_to(_losses.in_rows(labels, labels_order, rows), rows)
     inside = (at >= 0) & (at < columns)
     weights = jnp.ones(rows, jnp.promote_types(x.dtype, jnp.float32)) if factor is None else factor.reshape(rows)
-    if outside == "nan":  # also of tokens with a factor of 0, but not of masked ones
+    if outside == "nan":  # also for tokens with factor 0, but not for masked ones
         weights = jnp.where(inside | ~weights if masked else inside, weights, jnp.nan)
     elif outside == "zero":
         weights = jnp.where(inside, weights, 0)

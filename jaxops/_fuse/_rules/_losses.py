@@ -1,9 +1,9 @@
-"""The cross entropy of integer labels: a row's logsumexp less the label's logit.
+"""The cross entropy with integer labels: a row's logsumexp less the label's logit.
 
-Where the search begins: a gather of single entries, or a sum over a one-hot array. Assumed: a maximum is subtracted
-before the exponentials; one axis is summed over, and the label indexes it; log-probabilities and exponentials are not
-used elsewhere. The check on small rows decides about the rest: log_softmax or logsumexp, which sign, which order. An
-index out of range gives what it gave: NaN, the nearest entry, or, of a one-hot array, 0.
+Where the search begins: a gather of single entries, or a sum over a one-hot array. The rule assumes that a maximum is
+subtracted before the exponentials; that one axis is summed over, and the label indexes it; that log-probabilities and
+exponentials are not used elsewhere. The check on small rows decides about the rest: log_softmax or logsumexp, which
+sign, which order. An index out of range gives the same as before: NaN, the nearest entry, or, with a one-hot array, 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TRIALS = ((1.0, 0.0), (5.0, 3.0), (0.1, -2.0))
 
 
 def _picked_from(node: Node) -> Value | None:
-    """That of which a label picks an entry."""
+    """The array from which a label picks an entry."""
     if node.name == "gather":
         sizes = node.params["slice_sizes"]
         return node.inputs[0] if node.inputs[0].is_float and all(size == 1 for size in sizes) else None
@@ -45,7 +45,8 @@ def _picked_from(node: Node) -> Value | None:
 
 
 def _inputs(value: Value) -> Iterator[Value]:
-    """What may be the logits: the value, or what maxima and logarithms were subtracted from."""
+    """The values that may be the logits: the value itself, or the values from which maxima and logarithms were
+    subtracted."""
     chain = [core(value)]
     while chain[-1].name == "sub" and len(chain) < 3:
         chain.append(core(chain[-1].inputs[0]))
@@ -53,7 +54,7 @@ def _inputs(value: Value) -> Iterator[Value]:
 
 
 def find(search: Search, node: Node) -> Match | None:
-    """The loss of which the node picks the labels' part."""
+    """The loss whose label logits the node picks."""
     if (picked := _picked_from(node)) is None:
         return None
     refusal = None
@@ -102,7 +103,7 @@ def _match(search: Search, x: Value, end: Value) -> Match:
 
 
 def _is_of_log_probabilities(end: Value, x: Value) -> bool:
-    """Whether everything that an end is made of goes through the one-hot array: else a label outside leaves a rest."""
+    """Whether all of an end's sources go through the one-hot array: else a label out of range leaves a rest."""
     value = end
     while value.name in ("neg", "convert_element_type", "squeeze", "reshape", "copy"):
         value = value.inputs[0]
@@ -110,7 +111,7 @@ def _is_of_log_probabilities(end: Value, x: Value) -> bool:
 
 
 def _order(cone: Cone, value: Value, rows: list[int]) -> tuple[int | None, ...]:
-    """For each axis of a value which of the rows' axes it is; None: of size 1."""
+    """For each axis of a value the rows' axis that it is; None: its size is 1."""
     places = {c: rows.index(d) for d, c in enumerate(cone.classes.of(cone.source)) if d in rows}
     found = [places.get(c) for c in cone.classes.of(value)]
     if any(p is None and size != 1 for p, size in zip(found, value.shape, strict=True)):
@@ -121,7 +122,7 @@ def _order(cone: Cone, value: Value, rows: list[int]) -> tuple[int | None, ...]:
 
 
 def in_rows(x, order, sizes):
-    """An array with its axes in the order of the rows'."""
+    """An array with its axes in the rows' order."""
     kept = [i for i, p in enumerate(order) if p is not None]
     x = x.reshape([x.shape[i] for i in kept]).transpose(sorted(range(len(kept)), key=lambda i: order[kept[i]]))
     present = {order[i] for i in kept}
@@ -129,9 +130,9 @@ def in_rows(x, order, sizes):
 
 
 def _as_out(loss, order, shape):
-    """The losses of all rows with their axes as the result has them."""
+    """All rows' losses, with their axes as the result has them."""
     kept = [p for p in order if p is not None]
-    rest = [i for i in range(loss.ndim) if i not in kept]  # of size 1
+    rest = [i for i in range(loss.ndim) if i not in kept]  # with size 1
     return loss.transpose([*kept, *rest]).reshape(shape)
 
 
@@ -168,7 +169,7 @@ def _build(x, labels, *, axis, sign, outside, out, order, labels_order) -> jax.A
 
 
 def is_near(node: Node) -> str | None:
-    """What a node that no rule took looks like."""
+    """The op that a node resembles if no rule took it."""
     if node.name != "gather" or (picked := _picked_from(node)) is None:
         return None
     return "a loss of integer labels" if any(x.name == "sub" for x in [core(picked)]) else None

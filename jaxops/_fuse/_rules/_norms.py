@@ -1,10 +1,11 @@
 """layer_norm and rms_norm: x, or x - mean(x), divided by the root of a mean of squares.
 
-Where the search begins: rsqrt(v + epsilon), sqrt(v + epsilon) or (v + epsilon) ** -0.5, v made of sums of squares.
-Assumed: epsilon is a number known at trace time; all sums are over the same axes; the scale and, for layer_norm, the
-offset have the normalised axes alone; nothing inside is used elsewhere. Everything else, the derivative included, is
-what the check on small rows decides: how the mean and the variance are spelled, in which order the factors come, where
-a stop_gradient is. Intermediate roundings of 16-bit floats are left out, and the variance is taken from deviations.
+Where the search begins: rsqrt(v + epsilon), sqrt(v + epsilon) or (v + epsilon) ** -0.5, where v comes from sums of
+squares. The rule assumes that epsilon is a number known at trace time; that all sums are over the same axes; that the
+scale and, for layer_norm, the offset have only the normalised axes; that nothing inside is used elsewhere. The check on
+small rows decides about everything else, the derivative included: how the mean and the variance are spelled, in which
+order the factors come, where a stop_gradient is. Intermediate 16-bit roundings are left out, and the variance comes
+from deviations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ANCHORS = frozenset({"rsqrt", "sqrt", "pow", "integer_pow"})
 
 
 def _sums(value: Value, most: int = 24) -> Iterator[Value]:
-    """The sums of which a value is made."""
+    """The sums in a value."""
     seen, stack = set(), [value]
     while stack and len(seen) < most:
         value = stack.pop()
@@ -73,7 +74,7 @@ def expanded(leaf, place, rank: int):
 
 
 def find(search: Search, node: Node) -> Match | None:
-    """The norm of which the node is the root, with as much of scale and offset as belongs to it."""
+    """The norm whose root is the node, with the scale and offset that belong to it."""
     if node.name == "pow" and node.inputs[1].number() != -0.5:
         return None
     if node.name == "integer_pow":
@@ -102,7 +103,7 @@ def find(search: Search, node: Node) -> Match | None:
 
 
 def _inputs(squares: list[Value]) -> Iterator[tuple[Value, str]]:
-    """What may be the input, and which norm of it."""
+    """The values that may be the input, and the norm of each."""
     for y in dict.fromkeys(like for square in squares for like in (core(square), untransposed(square))):
         if y.name == "sub":
             yield core(y.inputs[0]), "layer_norm"
@@ -175,7 +176,7 @@ def _build(x, *leaves, op, roles, places, axes, epsilon, dtype, permutation, res
 
 
 def is_near(node: Node) -> str | None:
-    """What a node that no rule took looks like."""
+    """The op that a node resembles if no rule took it."""
     if node.name in ("rsqrt", "sqrt") or (node.name == "pow" and node.inputs[1].number() == -0.5):
         return "a norm" if next(_sums(node.inputs[0]), None) is not None else None
     return None

@@ -1,7 +1,7 @@
-"""layer_norm and rms_norm of a sum of two arrays, which one kernel adds: the sum is a result as well.
+"""layer_norm and rms_norm after a sum of two arrays, which one kernel adds: the sum is a result as well.
 
-Assumed: both arrays have the sum's shape and dtype, and are there anyway. If one of them is computed entry by entry for
-the sum alone, XLA computes it in the pass that adds, and the sum stays XLA's.
+The rule assumes that both arrays have the sum's shape and dtype, and exist anyway. If one is computed entry by entry
+for the sum alone, XLA computes it in the pass that adds, and the sum stays XLA's.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def _is_there(graph: Graph, value: Value, written: set[Value]) -> bool:
 
 
 def _waits(match: Match, total: Value) -> bool:
-    """Whether a scale or an offset is computed after the sum, by what has effects: their order must not change."""
+    """Whether a scale or an offset is computed after the sum, by an operation with effects: their order must not
+    change."""
     stack = list(match.operands[1:])
     seen = set(stack)
     while stack:

@@ -1,9 +1,10 @@
 """softmax and log_softmax: exponentials of x less its maximum, and their sum.
 
-Where the search begins: the sum. Assumed: the maximum that is subtracted is that of the same values, with or without
-stop_gradient, whose derivative cancels; maximum and sum are over the same axes; the exponentials are not used
-elsewhere. What follows the sum (a division, a logarithm, in which spelling ever) is decided by the check on small rows.
-Without a maximum the original overflows where softmax does not: no match. Intermediate roundings are left out.
+Where the search begins: the sum. The rule assumes that the subtracted maximum is over the same values, with or without
+stop_gradient, as its derivative cancels; that maximum and sum are over the same axes; that the exponentials are not
+used elsewhere. The check on small rows decides about the operations after the sum (a division, a logarithm, in any
+spelling). Without a maximum the original overflows where softmax does not: no match. Intermediate roundings are left
+out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def exponentials(node: Node) -> Value | None:
 
 
 def less_maximum(value: Value) -> Value | None:
-    """x if the value is x less a maximum of x, of whichever axes."""
+    """x if the value is x less a maximum of x, over any axes."""
     value = core(value)
     if value.name != "sub":
         return None
@@ -55,7 +56,7 @@ def less_maximum(value: Value) -> Value | None:
         y = core(y.inputs[0])
     if x == y:
         return x
-    # jax.vmap may transpose one of both.
+    # jax.vmap may transpose either.
     return untransposed(x) if untransposed(x) == untransposed(y) else None
 
 
@@ -70,7 +71,7 @@ def reference(op: str, axes, permutation) -> numerics.Dual:
 
 
 def find(search: Search, node: Node) -> Match | None:
-    """The softmax or its logarithm of which the node is the sum."""
+    """The softmax, or its logarithm, whose sum is the node."""
     if (exponential := exponentials(node)) is None:
         if stripped(node.inputs[0], "stop_gradient").name == "exp":
             raise Refusal("what is summed has no gradient")
@@ -110,6 +111,6 @@ def _build(x, *, op, axes, dtype, permutation) -> jax.Array:
 
 
 def is_near(node: Node) -> str | None:
-    """What a node that no rule took looks like."""
+    """The op that a node resembles if no rule took it."""
     summed = node.name == "reduce_sum" and stripped(node.inputs[0], "stop_gradient")
     return "a softmax" if summed and summed.name == "exp" else None
