@@ -466,15 +466,12 @@ class _Backward(_AttentionKernel):
     def _takes_heads_apart(self, sizes: Mapping[str, Any]) -> bool:
         # A block visits all query heads of its keys, one after the other. If blocks are few, the longest of them, or
         # the order in which they add to dquery, decides: on an H200 2 x 4096 tokens with 16 query heads (depth 64) took
-        # 426 us with 16 key heads and 553 us with 4; 1 x 4096 with 32 (128), 729 and 997 us with 8.
-        # Deeper heads take other kernels.
-        if not all(isinstance(sizes[axis], int) for axis in "bshg"):
+        # 426 us with 16 key heads and 553 us with 4; 1 x 4096 with 32 (128), 729 and 997 us with 8. The copies cost as
+        # much as some reads of the queries, unless these are far fewer than the keys. Deeper heads take other kernels.
+        b, t, s, h, g = (sizes[axis] for axis in "btshg")
+        if not all(isinstance(size, int) for size in (b, t, s, h, g)):
             return False
-        return (
-            sizes["g"] > 1
-            and sizes["d"] <= 128
-            and sizes["b"] * sizes["h"] * -(-sizes["s"] // _BLOCK_KEYS) < _FEW_BLOCKS
-        )
+        return g > 1 and sizes["d"] <= 128 and 4 * t >= s and b * h * -(-s // _BLOCK_KEYS) < _FEW_BLOCKS
 
     def _workspace(self, sizes: Mapping[str, Any], lines: Any) -> Any:
         b, t, s = sizes["b"], sizes["t"], sizes["s"]
