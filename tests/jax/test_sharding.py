@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import transformer
 from support.collectives import by_kind, collectives
+from support.ops import SIZES
 
 import jaxops
 
@@ -64,7 +65,7 @@ def test_collectives(op, split, kind, on_gpu):
     """The reductions of a few values a row and of parameter gradients, each once, and nothing else."""
     case, splits = transformations.OPS[op], {"rows": ROWS, "columns": COLUMNS}[split]
     mesh = transformations.make_mesh(kind)
-    local = {a: d // mesh.shape.get(splits.get(a), 1) for a, d in transformations.SIZES.items()}
+    local = {a: d // mesh.shape.get(splits.get(a), 1) for a, d in SIZES.items()}
 
     def sizes(words):
         for axes, over in (word.split("/") for word in words):
