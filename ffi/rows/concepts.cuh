@@ -19,7 +19,6 @@ concept RowOp = requires {
   { Op::kParameters } -> std::convertible_to<int>;   // broadcast operands that all rows share
   { Op::kOptions } -> std::convertible_to<Options>;  // options of logits
   { Op::kAsF32 } -> std::convertible_to<bool>;       // the body holds f32 copies of its packs
-  { Op::kPadded } -> std::convertible_to<bool>;      // zeros beyond a row's end do not change its results
 };
 
 // An op in two halves. Between the halves, the kernel can work on other rows, or other blocks can run. Let parameters =
@@ -30,6 +29,7 @@ concept RowOp = requires {
 template <class Op>
 concept RowOpInHalves = RowOp<Op> && requires(const Op& op) {
   { op.Inputs() } -> std::convertible_to<int>;
+  { Op::kPadded } -> std::convertible_to<bool>;  // zeros beyond a row's end do not change its results
 };
 
 // A RowOpInHalves. If op.MayStay(), blocks may stay and fetch its rows ahead.
