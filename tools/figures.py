@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import re
 import statistics
@@ -20,6 +21,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 PICTURE = ROOT / "docs" / "speed.svg"
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+#: A cell of a column of numbers: a number, perhaps with a unit or another in brackets, or nothing.
+NUMBER = re.compile(r"(\d+(\.\d+)?( (ms|us|\(.*\)))?)?$")
 
 H200 = "NVIDIA H200"
 ROW_OPS = ("softmax", "log_softmax", "layer_norm", "rms_norm")
@@ -64,9 +68,21 @@ def select(rows: Iterable[Row], **fields: str) -> list[Row]:
 
 
 def table(heading: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; columns after the first are numbers."""
-    rule = ["---", *["---:"] * (len(heading) - 1)]
+    """A Markdown table; columns of numbers are aligned to the right."""
+    lines = list(lines)
+    columns = list(zip(*lines, strict=True))[1:]
+    rule = ["---", *("---:" if all(NUMBER.match(cell) for cell in column) else "---" for column in columns)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *lines))
+
+
+def digits(value: float) -> str:
+    """Three digits, or all digits before the point."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def duration(milliseconds: float) -> str:
+    """A time in microseconds below 0.1 ms."""
+    return f"{digits(milliseconds)} ms" if milliseconds >= 0.1 else f"{digits(1000 * milliseconds)} us"
 
 
 def source(command: str, rows: Sequence[Row]) -> str:
@@ -222,29 +238,42 @@ def attention() -> str:
 
 #: The contenders of losses, as headings, by name.
 LOSSES = {
-    "XLA's best form": "best XLA",
+    "XLA's best form": "XLA",
     "optax": "optax",
     "jaxops": "jaxops",
-    "jaxops, in one pass": "in one pass",
-    "jaxops, linear": "without logits",
+    "jaxops, in one pass": "one pass",
+    "jaxops, linear": "no logits",
 }
+#: The operands of losses by the number of sizes in `shape`.
+LOSS_SIZES = {2: "tokens x vocabulary", 3: "tokens x width x vocabulary"}
 
 
 def loss() -> str:
-    """Losses beside XLA's best form and optax: milliseconds, and the temporary memory of the fastest of each."""
+    """Losses beside XLA's best form and optax, with the temporary memory of the fastest of each."""
     found = read("loss")
     if not found:
         return "*Not measured yet.*"
-    lines = []
-    for case in dict.fromkeys((row["shape"], row["direction"], row["dtype"]) for row in found):
-        some = {r["contender"]: r for r in found if (r["shape"], r["direction"], r["dtype"]) == case}
-        times = [f"{float(some[name]['ms']):.3g}" if name in some else "" for name in LOSSES]
-        best = some["XLA's best form"]
-        ours = min((row for name, row in some.items() if name.startswith("jaxops")), key=lambda row: float(row["ms"]))
-        memory = f"{float(ours['temporary_mib']):.0f} ({float(best['temporary_mib']):.0f})"
-        lines.append([case[0], case[1], *times, f"{float(best['ms']) / float(ours['ms']):.2f}", memory])
-    heading = ["", "ms", *LOSSES.values(), "best XLA / jaxops", "temporary MiB (best XLA)"]
-    return table(heading, lines) + "\n" + source("loss --seconds 0.1", found)
+    tables = []
+    for sizes, direction in itertools.product(LOSS_SIZES, dict.fromkeys(row["direction"] for row in found)):
+        rows = [row for row in select(found, direction=direction) if row["shape"].count("x") == sizes - 1]
+        names = [name for name in LOSSES if select(rows, contender=name)]
+        lines = []
+        for shape, dtype in dict.fromkeys((row["shape"], row["dtype"]) for row in rows):
+            some = {row["contender"]: row for row in select(rows, shape=shape, dtype=dtype)}
+            best = some["XLA's best form"]
+            ours = min((some[name] for name in some if name.startswith("jaxops")), key=lambda row: float(row["ms"]))
+            lines.append(
+                [
+                    shape if dtype == "bfloat16" else f"{shape}, {dtype}",
+                    *(duration(float(some[name]["ms"])) if name in some else "" for name in names),
+                    f"{float(best['ms']) / float(ours['ms']):.2f}",
+                    f"{float(ours['temporary_mib']):.0f} ({float(best['temporary_mib']):.0f})",
+                ]
+            )
+        if lines:
+            heading = [LOSS_SIZES[sizes], *(LOSSES[name] for name in names), "ratio", "MiB (XLA's)"]
+            tables.append(f"{direction.capitalize()}:\n\n{table(heading, lines)}")
+    return "\n\n".join(tables) + "\n" + source("loss --seconds 0.1", found)
 
 
 def train() -> str:
