@@ -20,7 +20,7 @@ struct RowResult {
     maximum = most == -kInfinity ? 0 : most;
     const float share = Exp2(largest - maximum), total = sum * share + Exp2(sink - maximum);
     inverse = sum == 0 ? 0 : share / total;
-    log_sum = log2f(total);
+    log_sum = total == 0 ? 0 : log2f(total);
     lse = total == 0 ? -kInfinity : (maximum + log_sum) * kLn2;
   }
   // row: its number in [batches, heads, queries]; seeing: false if the row is beyond the queries' length.
@@ -74,6 +74,14 @@ struct RowState {
 // tanh(x) to 2^-21 absolutely.
 __device__ __forceinline__ float Tanh(float x) { return 1 - __fdividef(2, 1 + Exp2(x * (2 * kLog2E))); }
 
+// A score, in units of log 2, plus a bias. A finite bias does not hide the key, as -inf does: in these units it stays
+// above float's lowest number.
+template <class T>
+__device__ __forceinline__ float AddBias(float score, T bias) {
+  const float wide = static_cast<float>(bias), sum = fmaf(wide, kLog2E, score);
+  return sum == -kInfinity && wide != -kInfinity ? -3e38f : sum;
+}
+
 // Where shared memory holds the part of a bias or a mask that belongs to the scores; 0: it is read from global memory.
 struct ExtraTile {
   uint32_t bias, mask;
@@ -120,11 +128,11 @@ struct GeneralScores {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             float& score = scores[4 * i + 2 * h + j];
-            score = fmaf(Element<T>(two, j), kLog2E, score);
+            score = AddBias(score, Element<T>(two, j));
           }
         }
     } else if (p.bias.data) {
-      const auto add = [](float& score, auto value) { score = fmaf(static_cast<float>(value), kLog2E, score); };
+      const auto add = [](float& score, auto value) { score = AddBias(score, value); };
       if (p.wide_bias) {
         Visit<float>(p.bias, scores, key, add);
       } else {
@@ -182,19 +190,17 @@ struct GeneralScores {
                                                const float (&lse)[2], const float (&delta)[2], int key,
                                                bool masked) const {
     Finish(scores, key, masked);
-    if (p.maximum) {  // lse is the maximum alone
+    float log_sum[2] = {};  // if lse is the maximum alone; beside it, a sum of both would lose it
+    if (p.maximum) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float log_sum =
-            p.log_sum[(int64_t{batch} * p.heads + heads[h]) * p.queries + min(queries[h], p.queries - 1)];
-#pragma unroll
-        for (int i = 0; i < kKeys / 4; ++i) scores[i / 2 * 4 + 2 * h + i % 2] -= log_sum;
-      }
+      for (int h = 0; h < 2; ++h)
+        log_sum[h] = p.log_sum[(int64_t{batch} * p.heads + heads[h]) * p.queries + min(queries[h], p.queries - 1)];
     }
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       // Hidden elements are 0, whatever the values are.
-      const float of_row = lse[i / 2 % 2], probability = of_row == kInfinity ? 0 : Exp2(scores[i] - of_row);
+      const float of_row = lse[i / 2 % 2];
+      const float probability = of_row == kInfinity ? 0 : Exp2(scores[i] - of_row - log_sum[i / 2 % 2]);
       dscores[i] = probability == 0 ? 0 : probability * (dscores[i] - delta[i / 2 % 2]);
     }
   }
@@ -341,11 +347,11 @@ struct GeneralGradients {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           float& score = scores[pair * 8 + i];
-          score = fmaf(Element<T>(blocks[i / 2], i % 2), kLog2E, score);
+          score = AddBias(score, Element<T>(blocks[i / 2], i % 2));
         }
       }
     } else if (p.bias.data) {
-      const auto add = [](float& score, auto value) { score = fmaf(static_cast<float>(value), kLog2E, score); };
+      const auto add = [](float& score, auto value) { score = AddBias(score, value); };
       if (p.wide_bias) {
         Visit<float>(p.bias, scores, part, query, add);
       } else {
