@@ -284,10 +284,14 @@ def attention_call(
         "segments": [((batch, queries), int32), ((batch, keys), int32)],
         "sinks": [((1, heads), wide)],
         "query_offset": [((1,), int32)],
+        "parts": [((batch, heads, queries), wide)] * 2,  # of lse: results of the forward pass
     }
+    parts = [frames.Operand(*part) for part in optional["parts"] if "bias" in has]
+    has = (*has, *(["parts"] if parts else []))
     operands = [query, key, key, *([query, lse, query] if backward else [])]
-    operands += [frames.Operand(*operand) for name, found in optional.items() if name in has for operand in found]
-    results = [query, key, key] if backward else [query, lse]
+    taken = [name for name in optional if name in has and (backward or name != "parts")]
+    operands += [frames.Operand(*operand) for name in taken for operand in optional[name]]
+    results = [query, key, key] if backward else [query, lse, *parts]
     results += [frames.Operand((batch, heads, queries, keys), wide)] if "dbias" in has else []
     lines = batch if "segments" in has else int("mask" in has)
     if backward:

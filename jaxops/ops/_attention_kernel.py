@@ -42,7 +42,10 @@ _MAIN = {
     "out": ("b", "t", "h", "g", "e"),
     "lse": ("b", "h", "g", "t"),
 }
-AXES = {**_MAIN, **_OPTIONS}
+#: The logsumexp's parts, beside a bias: the largest logit, and the logarithm of the sum of exp(logit - largest), which is
+#: lost in their sum if the largest is -1e9. Only kernels of one implementation know the unit: log 2 or 1.
+PARTS = ("maximum", "log_sum")
+AXES = {**_MAIN, **_OPTIONS, **dict.fromkeys(PARTS, _MAIN["lse"])}
 AXES |= {f"d{name}": AXES[name] for name in (*_MAIN, "bias", "sinks")}
 
 #: In the order in which kernels take them.
@@ -98,7 +101,7 @@ class _AttentionKernel(Kernel):
             of = name.removeprefix("d")
             shape = x[of].shape if of in x else tuple(sizes[axis] for axis in AXES[name])
             dtype = next(iter(x.values())).dtype  # the query's
-            return ShapedArray(shape, accumulator(dtype) if of in ("lse", "bias") else dtype)
+            return ShapedArray(shape, accumulator(dtype) if of in ("lse", "bias", *PARTS) else dtype)
 
         return [result(name) for name in wanted]
 
@@ -166,7 +169,7 @@ class _AttentionKernel(Kernel):
         x = dict(zip(names, operands, strict=True))
         mapped = {name: dim for name, dim in zip(names, dims, strict=True) if dim is not None}
         size = next(x[name].shape[dim] for name, dim in mapped.items())
-        forward = all(name in ("out", "lse") for name in wanted)
+        forward = all(name in ("out", "lse", *PARTS) for name in wanted)
         into = "g" if forward and all("g" in "".join(AXES[name]) for name in mapped) else "b"
         sizes = _sizes({name: _without(x[name], mapped.get(name)) for name in names})
         # A sum over the batch is a sum for each mapped entry.
@@ -269,6 +272,7 @@ class _AttentionKernel(Kernel):
             window_right=np.int64(right),
             soft_cap=np.float32(call.soft_cap),
             has_segments="query_segments" in x,
+            has_parts="maximum" in x or "maximum" in wanted,
             **options,
             **self._attributes(x, wanted),
         )
@@ -321,7 +325,7 @@ def _for_handlers(x: Named) -> Named:
     found = {}
     if "joint" in x:
         x = x | dict.fromkeys(_SEPARATE, x["joint"])
-    for name in (*_MAIN, "dout", "dlse", *_OPTIONS):
+    for name in (*_MAIN, "dout", "dlse", *_OPTIONS, *PARTS):
         if name == "joint" or (value := x.get(name)) is None:
             continue
         if name in ("bias", "mask") and value.shape[1:3] not in ((1, 1), (sizes["h"], sizes["g"])):
@@ -411,7 +415,7 @@ def _fold(x, dim, axes, into, size, sizes, spread) -> jax.Array:
 
 
 class _Forward(_AttentionKernel):
-    """The result and the logsumexp."""
+    """The result, the logsumexp, and its parts if they are wanted."""
 
     def as_dot_general(self, *operands, names, **_):
         """The product of weights and values, with a batch for every head."""
@@ -425,14 +429,15 @@ class _Forward(_AttentionKernel):
         return sides, {"dimension_numbers": (((last,), (last - 1,)), (each, each)), **options}
 
     def jvp(self, primals, tangents, *, names, wanted, call):
-        out, lse = self.bind(*primals, names=names, wanted=wanted, call=call)
-        out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+        found = self.bind(*primals, names=names, wanted=wanted, call=call)
+        found = [checkpoint_name(x, OUT_NAME if n == "out" else LSE_NAME) for n, x in zip(wanted, found, strict=True)]
         moved = {f"d{n}": t for n, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
-        if not moved:
-            return [out, lse], [ad.Zero(jax.typeof(x)) for x in (out, lse)]
-        operands = dict(zip(names, primals, strict=True)) | {"out": out, "lse": lse} | moved
-        found = _tangent(call, operands, ("dout", "dlse"))
-        return [out, lse], list(found.values())
+        # The parts have no tangents: what uses them takes the logsumexp's.
+        dfound = {f"d{n}": ad.Zero(jax.typeof(x)) for n, x in zip(wanted, found, strict=True)}
+        if moved:
+            operands = dict(zip(names, primals, strict=True)) | dict(zip(wanted, found, strict=True)) | moved
+            dfound |= _tangent(call, operands, ("dout", "dlse"))
+        return found, list(dfound.values())
 
 
 class _Tangent(_AttentionKernel):
@@ -449,7 +454,6 @@ class _Tangent(_AttentionKernel):
         found: dict[str, jax.Array] = {}
         if "dsinks" in undefined:
             found["dsinks"] = plain.sink_gradient(x).astype(undefined["dsinks"].dtype)
-        x.pop("sinks", None)  # the logsumexp has them
         if set(undefined) - {"dsinks"}:
             bias = ("dbias",) if "dbias" in undefined else ()
             found |= _backward(call, x, (*(("djoint",) if "joint" in x else _GRADIENTS), *bias))
@@ -488,8 +492,8 @@ class _Backward(_AttentionKernel):
 
 
 def _compute_forward(call: Call, x: Named, wanted: Sequence[str]) -> list[jax.Array]:
-    del wanted
-    return list(plain.forward(call, x))
+    found = plain.forward(call, x)
+    return [found[name] for name in wanted]
 
 
 def _compute_tangent(call: Call, x: Named, wanted: Sequence[str]) -> list[jax.Array]:

@@ -240,8 +240,15 @@ class _Tile:
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
         """exp(logits - logsumexp), 0 where nothing is seen, and the slope of `logits`."""
         z, slope = self.logits()
-        sums = self.queries(self.x["lse"], 3, clean=False)[..., None]
-        return jnp.exp(jnp.where(z == -jnp.inf, z, z - jnp.where(sums == -jnp.inf, 0, sums))), slope
+        sums = self._of_rows("lse")
+        sums = jnp.where(sums == -jnp.inf, 0, sums)
+        if "maximum" in self.x:  # the derivative goes through the logsumexp
+            z = z - lax.stop_gradient(self._of_rows("maximum")) - lax.stop_gradient(self._of_rows("log_sum"))
+            sums = sums - lax.stop_gradient(sums)
+        return jnp.exp(jnp.where(z == -jnp.inf, z, z - sums)), slope
+
+    def _of_rows(self, name: str) -> jax.Array:
+        return self.queries(self.x[name], 3, clean=False)[..., None]
 
 
 def _cleaned(x: jax.Array, valid: jax.Array | None, axis: int) -> jax.Array:
@@ -262,8 +269,9 @@ def _added(tile: _Tile, total: jax.Array, part: jax.Array, kind: str) -> jax.Arr
 # The forward pass
 
 
-def forward(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
-    """The result [batch, queries, key heads, group, features], and the logsumexp [batch, key heads, group, queries]."""
+def forward(call: Call, x: Named) -> dict[str, jax.Array]:
+    """The result "out" [batch, queries, key heads, group, features], and numbers [batch, key heads, group, queries]: the
+    logsumexp "lse" and its parts, "maximum" and "log_sum"."""
     tiles = _Tiles(call, x)
     wide = tiles.wide
     rows = (tiles.batch, tiles.heads, tiles.group, tiles.queries)
@@ -299,8 +307,13 @@ def forward(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
     if x.get("query_lengths") is not None:
         nothing = nothing | (jnp.arange(tiles.queries) >= x["query_lengths"][:, None])[:, None, None, :]
     total = jnp.where(nothing, 1, carry["sum"])
-    sums = jnp.where(nothing, -jnp.inf, carry["max"] + jnp.log(total))
-    return heads_last(carry["out"] / total[..., None]).astype(x["query"].dtype), sums
+    maximum, log_sum = jnp.where(nothing, 0, carry["max"]), jnp.log(total)
+    return {
+        "out": heads_last(carry["out"] / total[..., None]).astype(x["query"].dtype),
+        "lse": jnp.where(nothing, -jnp.inf, maximum + log_sum),
+        "maximum": maximum,
+        "log_sum": log_sum,
+    }
 
 
 # Its derivatives
@@ -309,8 +322,8 @@ def forward(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
 def backward(call: Call, x: Named, wants_bias: bool) -> list[jax.Array]:
     """The gradients for query, key, value and, if wanted, bias.
 
-    From the operands of `forward`, its results "out" and "lse", and their cotangents "dout" and "dlse" (or None): ds =
-    p (<dout, value> - <dout, out> + dlse), p = exp(logits - lse).
+    From the operands of `forward`, its results "out" and "lse" (beside a bias also the parts), and the cotangents "dout"
+    and "dlse" (or None): ds = p (<dout, value> - <dout, out> + dlse), p = exp(logits - lse).
     """
     tiles = _Tiles(call, x)
     wide = tiles.wide
@@ -347,6 +360,9 @@ def tangent(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
 
     dlse = sum(p ds), dout = sum(p ds value) + sum(p dvalue) - out dlse, in which a sink is a key without a value.
     """
+    if x.get("bias") is not None:  # the parts again: a GPU kernel's have another unit and other roundings
+        found = forward(call, jax.tree.map(lax.stop_gradient, x))
+        x = x | {name: found[name] for name in ("maximum", "log_sum")}
     tiles = _Tiles(call, x)
     wide = tiles.wide
     sums = x["lse"].astype(wide)

@@ -335,7 +335,8 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
     given = _grouped(x)
     if joint is not None and given.keys() == {"query", "key", "value"}:
         given = {"joint": joint}
-    out, sums = kernels.forward(call, given, ("out", "lse")).values()
+    parts = kernels.PARTS if "bias" in given else ()
+    out, sums, *_ = kernels.forward(call, given, ("out", "lse", *parts)).values()
     out = out.reshape(batch, queries, heads, features)
     sums = jnp.swapaxes(sums.reshape(batch, heads, queries), 1, 2)
     if seeing is not None:

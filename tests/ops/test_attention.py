@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -132,6 +133,35 @@ def test_rows_that_see_nothing(rng):
         case.arrays = {**case.arrays, **more}
         assert not np.any(case.run({})[0, 3])
         check(case, rng)
+
+
+@pytest.mark.parametrize("depth", [16, 72, 192])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"logits_soft_cap": 5.0}])
+def test_rows_whose_biases_are_all_huge(dtype, depth, options, rng):
+    """Beside -1e9, logits and the logarithm of how many keys share the weight are lost to rounding, as in jax.nn."""
+    case = draw(rng, (2, 70, 70, 4, 2, depth), dtype, bias=(2, 4, 70, 70), **options)
+    huge = case.arrays["bias"][:, :, ::2]
+    huge[...] = np.where(rng.random(huge.shape) < 0.5, -1e9, -2e9)
+    cotangent = rng.standard_normal((2, 70, 4, depth)).astype(dtype)
+    wide = dataclasses.replace(case, arrays={name: x.astype(np.float32) for name, x in case.arrays.items()})
+    got = jax.jit(functools.partial(value_and_gradients, case, attend))(cotangent)
+    wanted = jax.jit(functools.partial(value_and_gradients, wide, dense))(cotangent.astype(np.float32))
+    for name, x in wanted.items():
+        error = np.linalg.norm(np.asarray(got[name], np.float32) - x) / np.linalg.norm(x)
+        assert error < (2e-6 if dtype == "float32" else 8e-3), name
+
+    def run(function, case):
+        def total(floats):
+            return jnp.sum(jnp.sin(case.run(floats, function).astype(jnp.float32)))
+
+        tangents = {name: x[..., ::-1] for name, x in case.floats.items()}
+        return jax.jvp(jax.grad(total), (case.floats,), (tangents,))[1]  # forward over reverse
+
+    if dtype == "float32":
+        got, wanted = run(attend, case), run(dense, wide)
+        for name, x in wanted.items():
+            np.testing.assert_allclose(got[name], x, rtol=1e-3, atol=1e-4 * np.max(np.abs(x)), err_msg=name)
 
 
 def test_a_mask_of_queries_alone(rng):

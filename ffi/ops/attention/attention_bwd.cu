@@ -173,8 +173,8 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
   return attention::CheckWorkspace(kHandler, workspace, words);
 }
 
-// q, k, v, out, lse, dout, [dlse], and the options' operands -> dq, dk, dv, [dbias]; if q, k and v are one tensor, dq
-// is the gradient of all three, and dk and dv are absent.
+// q, k, v, out, lse, dout, [dlse], the options' operands, [maximum, log_sum] -> dq, dk, dv, [dbias]; if q, k and v are
+// one tensor, dq is the gradient of all three, and dk and dv are absent.
 Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer out, AnyBuffer lse,
                         AnyBuffer dout, ffi::RemainingArgs rest, BufferResult dq, ffi::RemainingRets more,
                         BackwardOptions options) {
@@ -195,6 +195,8 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   PreparationArguments known = {};
   Problem& p = known.problem;
   JAXOPS_RETURN_IF_ERROR(attention::ParseProblem(kHandler, q, k, v, options, &operands, &p));
+  JAXOPS_RETURN_IF_ERROR(attention::ParseParts(kHandler, &operands, options, &p));
+  JAXOPS_RETURN_IF_ERROR(operands.End());
   const DataType type = q.element_type();
   const int64_t batches = p.batches, queries = p.queries, keys = p.keys, heads = p.heads, key_heads = p.key_heads;
   const int64_t depth = p.depth;

@@ -74,12 +74,15 @@ Error ForwardOf(Device stream, const Problem& p, const attention::Reach& reach, 
                    : launch.template operator()<ForwardTile<T, 64, 2, 128, 3, 2, false>>();
 }
 
-// q, k, v, and any bias, mask, lengths, segments, sinks and query_offset -> out, lse. A workspace with room for partial
-// results asks for the few-query kernel, which splits the keys into as many parts as the workspace holds.
+// q, k, v, and any bias, mask, lengths, segments, sinks and query_offset -> out, lse, [maximum, log_sum]. A workspace
+// with room for partial results asks for the few-query kernel, which splits the keys into as many parts as the
+// workspace holds.
 Error AttentionForward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, ffi::RemainingArgs rest, BufferResult out,
-                       BufferResult lse, BufferResult workspace, Options options) {
+                       BufferResult lse, ffi::RemainingRets more, Options options) {
   Problem problem;
-  JAXOPS_RETURN_IF_ERROR(attention::ParseForward(kHandler, q, k, v, rest, *out, *lse, *workspace, options, &problem));
+  std::optional<AnyBuffer> workspace;
+  JAXOPS_RETURN_IF_ERROR(
+      attention::ParseForward(kHandler, q, k, v, rest, *out, *lse, more, options, &problem, &workspace));
   int32_t* const counters = Data<int32_t>(*workspace);
   int64_t words = kCounterWords;
   const auto take = [&](int64_t count) {
@@ -111,5 +114,5 @@ JAXOPS_HANDLER(attention_fwd, jaxops::AttentionForward,
                    .RemainingArgs()
                    .Ret<jaxops::AnyBuffer>()
                    .Ret<jaxops::AnyBuffer>()
-                   .Ret<jaxops::AnyBuffer>()
+                   .RemainingRets()
                    .Attrs<jaxops::attention::Options>());

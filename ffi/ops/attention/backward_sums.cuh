@@ -15,7 +15,8 @@ constexpr int QueriesAtOnce(int tile_depth) { return tile_depth == 64 ? 128 : 64
 inline constexpr int kPartFloats = 64 * 64;  // dQ elements per warpgroup
 
 struct BackwardSums {
-  // [batches, heads, blocks, 2, block size]: lse log2 e, inf if the query sees nothing; and delta = <out, dout> - dlse.
+  // [batches, heads, blocks, 2, block size]: lse log2 e, or the maximum if lse comes in parts, and inf if the query
+  // sees nothing; and delta = <out, dout> - dlse.
   float* statistics;
   float* dq;               // [batches, heads, blocks, 2, kPartFloats], in the warpgroups' fragment order
   int32_t* turns;          // [batches, heads, blocks, 2]: how many key blocks have been added; 0 at first
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kPreparationThreads)
   const bool seeing = lse != -kInfinity;
   const int within = query % sums.block_size;
   float* const to = sums.statistics + (line - within) * 2 + within;
-  to[0] = seeing ? lse * kLog2E : kInfinity;
+  to[0] = !seeing ? kInfinity : p.maximum ? p.maximum[row] : lse * kLog2E;
   to[sums.block_size] = seeing ? sum - (arguments.dlse ? arguments.dlse[row] : 0) : 0;
 }
 

@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kJoinThreads) JoinDecoded(const __grid_constan
   const RowResult result(maximum, sum, sink);
   const bool seeing = query < p.QueriesOf(batch);
   const float inverse = seeing ? result.inverse : 0;
-  if (lane == 0) p.lse[(int64_t{batch} * p.heads + head) * p.queries + query] = seeing ? result.lse : -kInfinity;
+  if (lane == 0) result.Store(p, (int64_t{batch} * p.heads + head) * p.queries + query, seeing);
   T* const to = static_cast<T*>(p.out) + ((int64_t{batch} * p.queries + query) * p.heads + head) * p.depth;
 #pragma unroll
   for (int i = 0; i < kDeepest / 64; ++i) {

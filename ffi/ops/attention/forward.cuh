@@ -285,7 +285,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
       const bool seeing = query < seeing_queries;
       inverse[h] = seeing ? result.inverse : 0;
       if (lane % 4 == 0 && query < p.queries && is_tile)
-        p.lse[(int64_t{at.batch} * p.heads + at.head) * p.queries + query] = seeing ? result.lse : -kInfinity;
+        result.Store(p, (int64_t{at.batch} * p.heads + at.head) * p.queries + query, seeing);
     }
   };
   // Sends results, times `inverse`, on their way through shared memory.

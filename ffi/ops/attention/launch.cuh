@@ -90,14 +90,35 @@ inline Error CheckWorkspace(const char* handler, const AnyBuffer& workspace, int
                               " int32 elements aligned to 16 bytes, got " + Describe(workspace.dimensions()));
 }
 
+// Reads lse's parts, if there are any, from the backward pass's operands or the forward pass's results.
+template <class Buffers>
+Error ParseParts(const char* handler, BufferReader<Buffers>* buffers, const Options& options, Problem* problem) {
+  if (!options.has_parts) return Error::Success();
+  if (!options.has_bias) return Invalid(handler, "lse comes in parts only beside a bias");
+  for (auto [name, part] : {std::pair("maximum", &Problem::maximum), std::pair("log_sum", &Problem::log_sum)}) {
+    std::optional<AnyBuffer> buffer;
+    JAXOPS_RETURN_IF_ERROR(buffers->Take(&buffer));
+    JAXOPS_RETURN_IF_ERROR(
+        CheckShape(handler, name, *buffer, DataType::F32, {problem->batches, problem->heads, problem->queries}));
+    problem->*part = Data<float>(*buffer);
+  }
+  return Error::Success();
+}
+
 // Reads a whole forward call; workspace: the caller checks its size.
 inline Error ParseForward(const char* handler, const AnyBuffer& q, const AnyBuffer& k, const AnyBuffer& v,
                           const ffi::RemainingArgs& rest, const AnyBuffer& out, const AnyBuffer& lse,
-                          const AnyBuffer& workspace, const Options& options, Problem* problem) {
-  for (const AnyBuffer& buffer : {q, k, v, out, lse, workspace}) JAXOPS_RETURN_IF_ERROR(CheckBuffer(handler, buffer));
+                          const ffi::RemainingRets& more, const Options& options, Problem* problem,
+                          std::optional<AnyBuffer>* workspace) {
+  for (const AnyBuffer& buffer : {q, k, v, out, lse}) JAXOPS_RETURN_IF_ERROR(CheckBuffer(handler, buffer));
   BufferReader<ffi::RemainingArgs> operands(handler, rest);
+  BufferReader<ffi::RemainingRets> results(handler, more);
   Problem& p = *problem;
   JAXOPS_RETURN_IF_ERROR(ParseProblem(handler, q, k, v, options, &operands, &p));
+  JAXOPS_RETURN_IF_ERROR(operands.End());
+  JAXOPS_RETURN_IF_ERROR(ParseParts(handler, &results, options, &p));
+  JAXOPS_RETURN_IF_ERROR(results.Take(workspace));
+  JAXOPS_RETURN_IF_ERROR(results.End());
   const int64_t batches = p.batches, queries = p.queries, heads = p.heads, depth = p.depth;
   JAXOPS_RETURN_IF_ERROR(CheckShape(handler, "out", out, q.element_type(), {batches, queries, heads, depth}));
   JAXOPS_RETURN_IF_ERROR(CheckShape(handler, "lse", lse, DataType::F32, {batches, heads, queries}));

@@ -35,6 +35,8 @@ struct Problem {
   bool joint;             // q, k and v are one tensor [batches, queries, heads, 3, depth], and so are their gradients
   void* out;              // [batches, queries, heads, depth]
   float* lse;             // [batches, heads, queries]: log of the sum of a row's exponentials; -inf if it sees nothing
+  // As lse, or null: its parts, in units of log 2. Beside a maximum of -1e9, lse has lost the sum's logarithm.
+  float *maximum, *log_sum;
   float scale, soft_cap;  // soft_cap: 0 without one
   int left, right;        // query i sees the keys j with i - left <= j <= i + right
   Broadcast bias, mask;   // mask: 1-byte booleans, true if the key is seen
@@ -76,6 +78,7 @@ struct Options {
   int64_t causal_offset, window_left, window_right;  // windows: -1 for none
   float soft_cap;
   bool has_bias, has_mask, has_query_lengths, has_key_value_lengths, has_segments, has_sinks, has_query_offset;
+  bool has_parts;  // of lse: the forward pass's results, the backward pass's operands
 };
 // As they are decoded, in that order.
 #define JAXOPS_ATTENTION_OPTIONS                                                                                    \
@@ -83,7 +86,7 @@ struct Options {
       StructMember<int64_t>("window_left"), StructMember<int64_t>("window_right"), StructMember<float>("soft_cap"), \
       StructMember<bool>("has_bias"), StructMember<bool>("has_mask"), StructMember<bool>("has_query_lengths"),      \
       StructMember<bool>("has_key_value_lengths"), StructMember<bool>("has_segments"),                              \
-      StructMember<bool>("has_sinks"), StructMember<bool>("has_query_offset")
+      StructMember<bool>("has_sinks"), StructMember<bool>("has_query_offset"), StructMember<bool>("has_parts")
 
 inline bool HasShape(const AnyBuffer& buffer, std::initializer_list<int64_t> shape) {
   const auto dims = buffer.dimensions();
@@ -206,8 +209,7 @@ inline Error ParseProblem(const char* handler, const AnyBuffer& q, const AnyBuff
     p.sinks = static_cast<const float*>(operand->untyped_data());
     p.sinks_stride = batched ? p.heads : 0;
   }
-  JAXOPS_RETURN_IF_ERROR(take_ints(options.has_query_offset, "query_offset", {1}, &p.query_offset));
-  return rest->End();
+  return take_ints(options.has_query_offset, "query_offset", {1}, &p.query_offset);
 }
 
 }  // namespace jaxops::attention

@@ -12,13 +12,21 @@ namespace jaxops::attention {
 
 // A row's results from its maximum score, in units of log 2, its sum of exp2(score - maximum), and its sink.
 struct RowResult {
-  float inverse, lse;  // inverse: the factor for the summed products; 0 if the row sees nothing
+  float inverse, lse;      // inverse: the factor for the summed products; 0 if the row sees nothing
+  float maximum, log_sum;  // lse's parts, in units of log 2
 
-  __device__ RowResult(float maximum, float sum, float sink) {
-    const float most = fmaxf(maximum, sink), offset = most == -kInfinity ? 0 : most;
-    const float share = Exp2(maximum - offset), total = sum * share + Exp2(sink - offset);
+  __device__ RowResult(float largest, float sum, float sink) {
+    const float most = fmaxf(largest, sink);
+    maximum = most == -kInfinity ? 0 : most;
+    const float share = Exp2(largest - maximum), total = sum * share + Exp2(sink - maximum);
     inverse = sum == 0 ? 0 : share / total;
-    lse = total == 0 ? -kInfinity : (offset + log2f(total)) * kLn2;
+    log_sum = log2f(total);
+    lse = total == 0 ? -kInfinity : (maximum + log_sum) * kLn2;
+  }
+  // row: its number in [batches, heads, queries]; seeing: false if the row is beyond the queries' length.
+  __device__ void Store(const Problem& p, int64_t row, bool seeing) const {
+    p.lse[row] = seeing ? lse : -kInfinity;
+    if (p.maximum) p.maximum[row] = maximum, p.log_sum[row] = log_sum;
   }
 };
 
@@ -174,6 +182,15 @@ struct GeneralScores {
                                                const float (&lse)[2], const float (&delta)[2], int key,
                                                bool masked) const {
     Finish(scores, key, masked);
+    if (p.maximum) {  // lse is the maximum alone
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float log_sum =
+            p.log_sum[(int64_t{batch} * p.heads + heads[h]) * p.queries + min(queries[h], p.queries - 1)];
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) scores[i / 2 * 4 + 2 * h + i % 2] -= log_sum;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       // Hidden elements are 0, whatever the values are.
@@ -363,7 +380,14 @@ struct GeneralGradients {
           scores[i] = -kInfinity;
     }
 #pragma unroll
-    for (int i = 0; i < kPart; ++i) scores[i] = Exp2(scores[i] - LoadShared<float>(At(lse, part, i)));
+    for (int i = 0; i < kPart; ++i) scores[i] -= LoadShared<float>(At(lse, part, i));
+    if (p.maximum) {  // lse is the maximum alone
+      const float* const log_sums = p.log_sum + (int64_t{batch} * p.heads + head) * p.queries;
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) scores[i] -= log_sums[min(query + QueryOf(part, i), p.queries - 1)];
+    }
+#pragma unroll
+    for (int i = 0; i < kPart; ++i) scores[i] = Exp2(scores[i]);
   }
   // Calls use(score, element of `from`) for each score in a part.
   template <class U, class Use>
