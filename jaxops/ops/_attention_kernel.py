@@ -42,8 +42,8 @@ _MAIN = {
     "out": ("b", "t", "h", "g", "e"),
     "lse": ("b", "h", "g", "t"),
 }
-#: The logsumexp's parts, beside a bias: the largest logit, and the logarithm of the sum of exp(logit - largest), which is
-#: lost in their sum if the largest is -1e9. Only kernels of one implementation know the unit: log 2 or 1.
+#: The logsumexp's parts, beside a bias: the largest logit, and the logarithm of the sum of exp(logit - largest), which
+#: is lost in their sum if the largest is -1e9. Only kernels of one implementation know the unit: log 2 or 1.
 PARTS = ("maximum", "log_sum")
 AXES = {**_MAIN, **_OPTIONS, **dict.fromkeys(PARTS, _MAIN["lse"])}
 AXES |= {f"d{name}": AXES[name] for name in (*_MAIN, "bias", "sinks")}

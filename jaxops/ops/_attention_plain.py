@@ -270,8 +270,10 @@ def _added(tile: _Tile, total: jax.Array, part: jax.Array, kind: str) -> jax.Arr
 
 
 def forward(call: Call, x: Named) -> dict[str, jax.Array]:
-    """The result "out" [batch, queries, key heads, group, features], and numbers [batch, key heads, group, queries]: the
-    logsumexp "lse" and its parts, "maximum" and "log_sum"."""
+    """The result "out" [batch, queries, key heads, group, features], and numbers [batch, key heads, group, queries].
+
+    The numbers are the logsumexp "lse" and its parts, "maximum" and "log_sum".
+    """
     tiles = _Tiles(call, x)
     wide = tiles.wide
     rows = (tiles.batch, tiles.heads, tiles.group, tiles.queries)
@@ -322,8 +324,8 @@ def forward(call: Call, x: Named) -> dict[str, jax.Array]:
 def backward(call: Call, x: Named, wants_bias: bool) -> list[jax.Array]:
     """The gradients for query, key, value and, if wanted, bias.
 
-    From the operands of `forward`, its results "out" and "lse" (beside a bias also the parts), and the cotangents "dout"
-    and "dlse" (or None): ds = p (<dout, value> - <dout, out> + dlse), p = exp(logits - lse).
+    From the operands of `forward`, its results "out" and "lse" (beside a bias also the parts), and the cotangents
+    "dout" and "dlse" (or None): ds = p (<dout, value> - <dout, out> + dlse), p = exp(logits - lse).
     """
     tiles = _Tiles(call, x)
     wide = tiles.wide

@@ -90,7 +90,7 @@ inline Error CheckWorkspace(const char* handler, const AnyBuffer& workspace, int
                               " int32 elements aligned to 16 bytes, got " + Describe(workspace.dimensions()));
 }
 
-// Reads lse's parts, if there are any, from the backward pass's operands or the forward pass's results.
+// Reads lse's parts, if the call has them, from the backward pass's operands or the forward pass's results.
 template <class Buffers>
 Error ParseParts(const char* handler, BufferReader<Buffers>* buffers, const Options& options, Problem* problem) {
   if (!options.has_parts) return Error::Success();
