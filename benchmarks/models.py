@@ -26,13 +26,14 @@ class Parts(NamedTuple):
 
     attention: takes query, key, value `[batch, tokens, heads, depth]`, `causal`, and the `lengths` of padded sequences
     or None; if it is None, Flax's own attention, and jax.nn's if heads share keys. fused: the blocks are written with
-    jaxops' layers. token_loss: from hidden states, the kernel `[width, vocabulary]`, labels, and which tokens count
-    (None: all), the mean loss. class_loss: from logits and labels, the losses.
+    jaxops' layers. token_loss: from hidden states, the kernel `[width, vocabulary]`, labels, which tokens count (None:
+    all), and whether the kernel is tied, an embedding table `[vocabulary, width]`, the mean loss. class_loss: from
+    logits and labels, the losses.
     """
 
     attention: Attention | None
     fused: bool
-    token_loss: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
+    token_loss: Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, bool], jax.Array]
     class_loss: Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -70,16 +71,16 @@ def _optax_loss(logits, labels):
 
 
 def _of_logits(loss):
-    def token_loss(hidden, kernel, labels, seen):
-        losses = loss(_logits(hidden, kernel), labels)
+    def token_loss(hidden, kernel, labels, seen, tied):
+        losses = loss(_logits(hidden, kernel.T if tied else kernel), labels)
         return jnp.mean(losses) if seen is None else jnp.sum(jnp.where(seen, losses, 0)) / jnp.sum(seen)
 
     return token_loss
 
 
-def _our_token_loss(hidden, kernel, labels, seen):
+def _our_token_loss(hidden, kernel, labels, seen, tied):
     weights = None if seen is None else seen.astype(jnp.float32)
-    return jaxops.linear_cross_entropy(hidden, kernel, labels, weights=weights, reduction="mean")
+    return jaxops.linear_cross_entropy(hidden, kernel, labels, weights=weights, reduction="mean", transposed=tied)
 
 
 _OURS = Parts(_our_attention, False, _our_token_loss, jaxops.softmax_cross_entropy_with_integer_labels)
@@ -215,7 +216,7 @@ class Gpt(nn.Module):
     def loss(self, variables: Any, batch: dict[str, jax.Array]) -> jax.Array:
         """The mean over all tokens."""
         hidden, kernel = self.apply(variables, batch["tokens"][:, :-1])
-        return self.parts.token_loss(hidden, kernel, batch["tokens"][:, 1:], None)
+        return self.parts.token_loss(hidden, kernel, batch["tokens"][:, 1:], None, getattr(self.size, "tied", False))
 
     def batch(self, key: jax.Array) -> dict[str, jax.Array]:
         """Random tokens."""
@@ -242,7 +243,7 @@ class Bert(Gpt):
         """The mean over all tokens that are there."""
         hidden, kernel = self.apply(variables, *self.example(batch))
         seen = jnp.arange(self.size.length) < batch["lengths"][:, None]
-        return self.parts.token_loss(hidden, kernel, batch["labels"], seen)
+        return self.parts.token_loss(hidden, kernel, batch["labels"], seen, False)
 
     def batch(self, key: jax.Array) -> dict[str, jax.Array]:
         """Random tokens, labels, and lengths from a quarter to the whole."""
@@ -378,7 +379,7 @@ class Llama(Gpt):
             x, residual = LlamaBlock(size, parts, name=f"block_{i}")(x, residual)
         norm = (linen if parts.fused else nn).RMSNorm(dtype=BF16, name="norm")
         x = norm(x) if residual is None else norm(x, residual=residual)[0]
-        return x, embed.embedding.T if size.tied else Kernel((size.width, size.vocabulary), name="logits")()
+        return x, embed.embedding if size.tied else Kernel((size.width, size.vocabulary), name="logits")()
 
 
 class Case(NamedTuple):

@@ -1,4 +1,4 @@
-"""jaxops: softmax, log_softmax, norms, matmul and attention for JAX, on its own CPU and CUDA kernels."""
+"""jaxops: softmax, norms, losses, matrix products and attention for JAX, on its own CPU and CUDA kernels."""
 
 from jaxops import _load
 from jaxops._explain import Explanation, explain

@@ -46,7 +46,7 @@ class KernelCall:
 
     @property
     def times_or_once(self) -> int:
-        """`times`; 1 if a `while` loop decides."""
+        """`times`, or 1 if a `while` loop decides."""
         return 1 if self.times is None else self.times
 
 
@@ -57,7 +57,7 @@ class Explanation:
     Attributes:
       platform: "cpu", "cuda" or another that JAX lowers for.
       calls: the calls to jaxops' kernels, in the program's order.
-      xla_products: how many other dot_general the program has, which run on XLA.
+      xla_products: how many products the program has besides, as JAX's own dot_general; they run on XLA.
     """
 
     platform: str

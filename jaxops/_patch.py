@@ -242,9 +242,9 @@ def _optax_patch() -> Replacement:
 def patch_optax(listener: Callable[[str], None] = lambda name: None) -> Iterator[None]:
     """A scope in which optax's softmax_cross_entropy_with_integer_labels is jaxops' own.
 
-    As :func:`jaxops.patch_jax_nn`: it replaces the function in `optax` and `optax.losses` and puts it back at the end.
-    Other threads keep optax's meanwhile, and only functions that are traced in the scope are affected. The loss keeps
-    the dtype that optax gives it, the logits' dtype; it is computed in f32.
+    Like :func:`jaxops.patch_jax_nn`, it replaces the function in `optax` and `optax.losses`, and restores it at the
+    scope's end. Other threads keep optax's function, and only functions that are traced in the scope are affected. The
+    loss is computed in f32 and, as in optax, returned in the logits' dtype.
 
     Args:
       listener: called with the function's name for each call that runs on jaxops.

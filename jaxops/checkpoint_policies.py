@@ -1,6 +1,6 @@
 """Policies for :func:`jax.checkpoint` that know jaxops' kernels.
 
-JAX's own policies see a jaxops product as JAX's own dot, and save it alike; the policies here work on any jaxops op.
+JAX's own policies treat a jaxops product as JAX's own dot; the policies here work on any jaxops op.
 
 Example:
   >>> import jax, jax.numpy as jnp, jaxops
@@ -50,7 +50,7 @@ def save_only_these_ops(*ops: str) -> Callable[..., bool]:
     """A policy that saves the named ops' results and nothing else.
 
     Args:
-      ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "matmul", "attention".
+      ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "cross_entropy", "matmul", "gated_matmul", "attention".
 
     Returns:
       A policy. An op's results include the values that its backward pass saves, such as row statistics and

@@ -309,31 +309,33 @@ def write(rows: list[Row], path: Path = RESULTS) -> None:
 
 _HEAD = """# Accuracy
 
-The tables compare values and gradients with float64 (for float64, with 80-bit arithmetic). `make accuracy` measures the
-errors on your device and writes this page; the tests enforce the bounds in the first table.
+The tables compare values and gradients with the same computation in float64 (for float64, in 80-bit arithmetic).
+`make accuracy` measures the errors on your device and writes this page; the tests enforce the bounds in the first
+table.
 
-Inputs are random and adversarial: normal numbers, magnitudes over eight decades, numbers near 1e4 with small
-differences, tiny, denormal and huge numbers, rows with infinities and NaN, rows of 2^20 elements, and rows that are
-constant, one-hot or zero.
+Inputs are random and adversarial: normally distributed numbers, magnitudes over eight decades, numbers near 1e4 with
+small differences, tiny, denormal and huge numbers, rows with infinities and NaN, rows of 2^20 elements, and rows that
+are constant, one-hot or zero.
 
 Each cell has two numbers, followed in brackets by the same two numbers for `jax.nn`, `jax.numpy` or Flax:
 
-- **value**, first number: the largest error, in units in the last place (ulp) of the result's largest element. Inputs
-  are normal numbers.
-- **value**, second number: the largest error, each element measured in its own unit. Inputs are of all kinds. The unit
-  is the element's ulp plus the first-order effect of one rounding of each value that the op keeps in float32 (float64
-  for float64): the logits' distance from the maximum, the mean of a row whose offset exceeds its spread, the terms of
-  a sum. For a product of k terms, the effect is half the root of k times the effect of one term.
-- **gradient**, first number: the error's Euclidean norm divided by the exact gradient's norm, in eps of the gradient's
-  dtype, or of x's dtype if it is coarser. Inputs are normal numbers.
-- **gradient**, second number: the same as the second number of **value**, for gradients.
+- **value**, first number: the largest error for normally distributed inputs, in units in the last place (ulp) of the
+  result's largest element.
+- **value**, second number: the largest error for inputs of all kinds, where each element has its own unit. The unit is
+  the element's ulp, plus the first-order effect of rounding once each value that the op keeps in float32 (float64 for
+  float64): the logits' distance from the maximum, the mean of a row whose offset exceeds its spread, the terms of a
+  sum. For a sum of k products, the effect is half the root of k times the effect of one product.
+- **gradient**, first number: the Euclidean norm of the error, divided by the exact gradient's norm, for normally
+  distributed inputs. The unit is eps (the relative rounding step) of the gradient's dtype, or of x's dtype if that is
+  coarser.
+- **gradient**, second number: as the second number of **value**, for gradients.
 
-If an op has several results, gradients or inputs, the cell shows the worst. Some conventions:
+If an op has several results, gradients or inputs, the cell shows the worst. Some conventions apply:
 
 - Denormal float32 operands count as zero, as everywhere in XLA.
 - On a GPU, float32 products in the default precision use TF32.
 - Infinities and NaN must be where float64 has them; otherwise the cell says "differs".
-- Norms square the centred values, and the squares must be finite in float32, so magnitudes go up to 1e18.
+- Norms square the centred values, and the squares must be finite in float32, so inputs of norms go up to 1e18.
 - "\N{EN DASH}" means not measured.
 """
 

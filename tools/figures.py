@@ -81,7 +81,7 @@ def digits(value: float) -> str:
 
 
 def duration(milliseconds: float) -> str:
-    """A time in microseconds below 0.1 ms."""
+    """A time, in microseconds if it is below 0.1 ms."""
     return f"{digits(milliseconds)} ms" if milliseconds >= 0.1 else f"{digits(1000 * milliseconds)} us"
 
 
@@ -272,7 +272,8 @@ def loss() -> str:
             )
         if lines:
             heading = [LOSS_SIZES[sizes], *(LOSSES[name] for name in names), "ratio", "MiB (XLA's)"]
-            tables.append(f"{direction.capitalize()}:\n\n{table(heading, lines)}")
+            operands = "logits" if sizes == 2 else "hidden states"
+            tables.append(f"From {operands}, {direction}:\n\n{table(heading, lines)}")
     return "\n\n".join(tables) + "\n" + source("loss --seconds 0.1", found)
 
 

@@ -247,11 +247,11 @@ class GatedMLP(nnx.Module):
       activation: "silu" (SwiGLU), "gelu" (the tanh form; GEGLU), "gelu_exact" (with erf) or "relu".
       dtype: dtype of the computation; by default inputs and parameters promote.
       param_dtype: dtype of the parameters.
-      precision: of the products, as in jax.numpy.matmul.
+      precision: the products' precision, as in jax.numpy.matmul.
       kernel_init: initialises the kernels. `nnx.with_partitioning` and the like are respected.
       down_kernel_init: initialises the kernel of `down`, which is split along other axes; by default `kernel_init`.
       promote_dtype: as in `nnx.Linear`; takes the inputs and all three kernels.
-      recompute: the backward pass keeps only the inputs and parameters, and computes two products again.
+      recompute: if True, the backward pass keeps only the inputs and parameters, and computes two products again.
       kernel_metadata: of the kernels of `gate` and `up`, as in `nnx.Linear`.
       down_kernel_metadata: of the kernel of `down`.
       rngs: for the initial values.

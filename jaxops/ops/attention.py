@@ -92,21 +92,23 @@ def dot_product_attention(
       key: `[batch, keys, key heads, depth]` in query's dtype. The number of key heads divides the number of heads;
         consecutive heads share a key head.
       value: `[batch, keys, key heads, features]` in the same dtype.
-      bias: broadcasts to `[batch, heads, queries, keys]`; added to the scaled logits. Differentiable.
-      mask: boolean, broadcasts to the same shape: true if the query sees the key. Neither is expanded in memory.
-      scale: factor for the logits; by default 1 / sqrt(depth). An array multiplies the query, in the query's dtype.
+      bias: broadcasts to `[batch, heads, queries, keys]`, without being expanded in memory; added to the scaled logits.
+        Differentiable.
+      mask: boolean, broadcasts to the same shape, without being expanded in memory: true if the query sees the key.
+      scale: factor for the logits; by default 1 / sqrt(depth). If it is an array, the query is multiplied by it and
+        rounded to the query's dtype.
       is_causal: query i sees only keys 0 to i.
       query_seq_lengths: int32 `[batch]`: for later queries the result is 0.
       key_value_seq_lengths: int32 `[batch]`: later keys are not seen.
       query_segment_ids: integers `[batch, queries]`: a query sees only keys in its segment (a packed document).
       key_value_segment_ids: integers `[batch, keys]`; by default the query's, if there are as many.
       local_window_size: (left, right), or one number for both: query i sees the keys i - left to i + right.
-      logits_soft_cap: positive: scaled logits x become cap tanh(x / cap), before bias and masks.
+      logits_soft_cap: positive number c: scaled logits x become c tanh(x / c), before bias and masks. None: no cap.
       sinks: `[heads]`: one more logit for each head's queries. It takes a share of the weights, but has no value.
         Differentiable.
       implementation: "jaxops": our kernels, with an error for calls that they do not support; "cudnn": cuDNN through
-        jax.nn; "xla": XLA's operations, tile by tile. None: our kernels if they support the call; else, on other GPUs,
-        cuDNN if it does; else XLA's operations. :func:`jaxops.explain` shows the choice and the reason.
+        jax.nn; "xla": XLA's operations, tile by tile. None: our kernels if they support the call; else, for 16 bits on
+        a GPU, cuDNN if it does; else XLA's operations. :func:`jaxops.explain` shows the choice and the reason.
       return_residual: return the pair (result, each query's logsumexp).
 
     Returns:

@@ -168,15 +168,16 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Softmax cross entropy of `logits` with every token's label, without a one-hot array.
 
-    Per token :math:`\mathrm{lse} - (1 - \epsilon) z_{label} - \epsilon\,\mathrm{mean}(z) + \zeta\,\mathrm{lse}^2` with
-    :math:`\mathrm{lse} = \log \sum_j e^{z_j}`, the label smoothing :math:`\epsilon` and the z-loss factor
-    :math:`\zeta`; with a soft cap the logits are :math:`z = c \tanh(x / c)`, else :math:`z = x`. Without keyword
-    arguments it is a drop-in for :func:`optax.softmax_cross_entropy_with_integer_labels`, except that the loss is
+    A token's loss is
+    :math:`\mathrm{lse} - (1 - \epsilon) z_{label} - \epsilon\,\mathrm{mean}(z) + \zeta\,\mathrm{lse}^2`, where
+    :math:`\mathrm{lse} = \log \sum_j e^{z_j}`, :math:`\epsilon` is the label smoothing, and :math:`\zeta` is the z-loss
+    factor. With a soft cap c the logits are :math:`z = c \tanh(x / c)`, else :math:`z = x`. Without keyword arguments
+    the function is a drop-in for :func:`optax.softmax_cross_entropy_with_integer_labels`, except that the loss is
     computed and returned in f32 (f64 for f64).
 
     The forward pass reads the logits once and keeps two numbers a token. The backward pass reads them once and writes
-    their gradient once, in their dtype. If the logits are a product with a large vocabulary's weights,
-    :func:`jaxops.linear_cross_entropy` computes the loss without them.
+    their gradient once, in their dtype. If the logits are the product of hidden states and the output weights,
+    :func:`jaxops.linear_cross_entropy` computes the loss without storing them.
 
     Args:
       logits: array of any shape; float64, float32, float16 or bfloat16.
@@ -184,8 +185,8 @@ def softmax_cross_entropy_with_integer_labels(
         label is out of range, the token's loss is NaN. In a NumPy array, whose values are known while tracing, it is an
         error.
       axis: the vocabulary's axis. With several axes, the label is a flat index over them, in their order.
-      where: boolean mask with the shape of `labels`, or one that broadcasts with `logits`: the entries that the softmax
-        and the smoothing include. The label's logit counts even if it is masked. If everything is masked, the token's
+      where: boolean mask with the shape of `labels`, or one that broadcasts with `logits`. Softmax and smoothing
+        include the entries where it is True; the label's logit always counts. If all entries of a token are masked, its
         loss is 0.
       label_smoothing: the uniform distribution's weight in the targets, in [0, 1].
       z_loss: factor for the squared logsumexp, such as 1e-4, which keeps logits from drifting.
@@ -197,7 +198,7 @@ def softmax_cross_entropy_with_integer_labels(
       Every token's loss, with the shape of `labels`; f32 (f64 for f64).
 
     Raises:
-      TypeError: `logits` are not floating, `labels` are not integers.
+      TypeError: `logits` are not floating, or `labels` are not integers.
       ValueError: shapes do not fit, a NumPy array has a label that is out of range, or an option is out of range.
 
     Example:
@@ -240,28 +241,28 @@ def softmax_cross_entropy_value_and_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """The losses of :func:`jaxops.softmax_cross_entropy_with_integer_labels` and the logits' gradient, in one pass.
 
-    On a GPU with clusters the logits are read once and the gradient is written once, if a cluster holds a row (524288
-    16-bit or 262144 f32 logits); else it takes two passes. Give the gradient to the model's pullback: `logits, pullback
-    = jax.vjp(model, parameters)`, then `pullback(gradient)`.
+    On a GPU with thread block clusters (compute capability 9.0 and newer), rows of up to 524288 16-bit or 262144 f32
+    logits are read once and their gradient is written once. Other calls take two passes. Give the gradient to the
+    model's pullback: call `logits, pullback = jax.vjp(model, parameters)`, then `pullback(gradient)`.
 
     Args:
       logits: as for softmax_cross_entropy_with_integer_labels.
       labels: integers, shaped like `logits` without `axis`.
-      weights: each token's factor in the sum that is differentiated, and nowhere else; broadcasts to the shape of
-        `labels`. None: 1. For a mean use 1 / tokens.
+      weights: each token's factor in the sum that is differentiated; broadcasts to the shape of `labels`. The returned
+        losses are without it. None: 1. For a mean use 1 / tokens.
       axis: the vocabulary's axis, an int.
       where: as for softmax_cross_entropy_with_integer_labels.
-      label_smoothing: likewise, as the next three.
+      label_smoothing: the uniform distribution's weight in the targets, in [0, 1].
       z_loss: factor for the squared logsumexp.
-      logits_soft_cap: bound on the logits; None: none.
-      ignore_index: label of tokens with zero loss and gradient; None: none.
+      logits_soft_cap: bound on the logits; None: no bound.
+      ignore_index: label of tokens with zero loss and gradient; None: no such label.
 
     Returns:
       Every token's loss, without the weights, in f32 (f64 for f64), and the gradient of the weighted losses' sum, with
       the shape and dtype of `logits`.
 
     Raises:
-      TypeError: `logits` or `weights` are not floating, `labels` are no integers, `axis` is no int.
+      TypeError: `logits` or `weights` are not floating, `labels` are not integers, or `axis` is not an int.
       ValueError: as for softmax_cross_entropy_with_integer_labels.
 
     Example:

@@ -25,22 +25,22 @@ def gated_matmul(
     precision: Any = None,
     recompute: bool = False,
 ) -> jax.Array:
-    r"""First half of a gated MLP: :math:`\mathrm{activation}(x\,w_{gate}) \odot x\,w_{up}` (Shazeer, 2020).
+    r"""First half of a gated MLP: :math:`\mathrm{activation}(x\,w_{gate}) \odot x\,w_{up}`.
 
-    With "silu" this is SwiGLU, with "gelu" GEGLU. On a Hopper GPU and for 16-bit operands, one kernel computes both
-    products, activates and multiplies their f32 sums, and rounds once, where it is expected to be faster;
-    :func:`jaxops.explain` shows it. Elsewhere both products run on :func:`jaxops.matmul` and are rounded to the
-    result's dtype; activation and multiplication are computed in f32 (f64 for f64) and rounded once more. The backward
-    pass keeps the two products, rounded, and nothing else of their size: it computes the activation again, in the pass
-    that makes the cotangents of both.
+    After Shazeer, "GLU Variants Improve Transformer" (2020): with "silu" this is SwiGLU, with "gelu" GEGLU. On a Hopper
+    GPU, for 16-bit operands whose sizes are multiples of 8, one kernel computes both products, activates and multiplies
+    their f32 sums, and rounds once, if it is expected to be faster; :func:`jaxops.explain` shows the choice. Otherwise
+    both products run on :func:`jaxops.matmul` and are rounded to the result's dtype; activation and multiplication are
+    computed in f32 (f64 for f64) and rounded once more. The backward pass keeps the two products, rounded, and nothing
+    else of their size: it computes the activation again, in the pass that makes the cotangents of both.
 
     Args:
       x: array `[..., k]`.
       w_gate: array `[k, n]`.
       w_up: array `[k, n]`.
       activation: "silu", "gelu" (the tanh form), "gelu_exact" (with erf) or "relu".
-      precision: of the products, as in jax.numpy.matmul.
-      recompute: the backward pass keeps only the operands, and computes both products again.
+      precision: the products' precision, as in jax.numpy.matmul.
+      recompute: if True, the backward pass keeps only the operands, and computes both products again.
 
     Returns:
       Array `[..., n]` of the dtype to which the operands promote.
@@ -93,8 +93,8 @@ def gated_mlp(
       w_up: array `[k, n]`.
       w_down: array `[n, d]`.
       activation: "silu", "gelu" (the tanh form), "gelu_exact" (with erf) or "relu".
-      precision: of the products, as in jax.numpy.matmul.
-      recompute: the backward pass keeps only the operands, and computes what it needs of the forward pass again.
+      precision: the products' precision, as in jax.numpy.matmul.
+      recompute: if True, the backward pass keeps only the operands, and computes again what it needs.
 
     Returns:
       Array `[..., d]` of the dtype to which the operands promote.

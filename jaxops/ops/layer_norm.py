@@ -32,8 +32,8 @@ def layer_norm(
       bias: added last; same shape as `scale`.
       axis: the axis or axes to normalise over; None: all axes.
       epsilon: added to the variance, in x's units squared; a Python number, at least 0.
-      where: boolean mask that broadcasts to x's shape. Only positions where it is True count in the statistics (Flax's
-        `mask`), but all positions are normalised. If no position counts, the row is NaN.
+      where: boolean mask that broadcasts to x's shape (Flax's `mask`). Only positions where it is True count in the
+        statistics, but all positions are normalised. If no position in a row counts, the row is NaN.
       residual: array with x's shape, added to `x` first.
       dtype: the result's dtype. By default `x`, `residual`, `scale` and `bias` promote, as in Flax: bfloat16 `x` with
         float32 parameters gives a float32 result.

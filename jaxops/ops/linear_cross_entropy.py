@@ -457,12 +457,13 @@ def linear_cross_entropy(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Softmax cross entropy of the logits `x @ w + bias` [tokens, vocabulary], which never exist as a whole.
 
-    The function multiplies a chunk of tokens at a time and reduces it to a loss a token. With a `reduction` it computes
-    the gradients along with the loss when it is differentiated: three products, the fewest there can be, as the tokens'
-    weights are known then; a cotangent scales the result. Without a reduction every token's cotangent is known in the
-    backward pass alone, which then computes each chunk's logits again: four products. So let this function reduce. It
-    sums the gradient of `w` over the chunks in f32, in their order: its bits do not change from run to run. Under
-    :func:`jax.checkpoint` the forward pass computes no gradients, and the backward pass repeats the product.
+    The function computes the logits for one chunk of tokens at a time, and reduces them to one loss a token. If it is
+    differentiated and has a `reduction`, it knows the tokens' weights in the forward pass, and computes the gradients
+    there: three products, the fewest possible. The backward pass only multiplies them by the cotangent. Without a
+    reduction, the tokens' cotangents are known only in the backward pass, which then computes each chunk's logits
+    again: four products. So let this function reduce. Under :func:`jax.checkpoint` the forward pass computes no
+    gradients, and the backward pass repeats the product. The gradient of `w` is summed over the chunks in f32, in their
+    order, so its bits do not change from run to run.
 
     Args:
       x: hidden states [..., width]; float64, float32, float16 or bfloat16.
@@ -472,13 +473,13 @@ def linear_cross_entropy(
       bias: [vocabulary], added to the logits.
       transposed: `w` is [vocabulary, width], as an embedding table to which the output is tied.
       weights: a factor for every token's loss, [...] or broadcasting to it.
-      reduction: None, "sum" (of the weighted losses), or "mean": that sum divided by the sum of the weights, without
-        ignored tokens (0 if that is 0).
-      label_smoothing: see softmax_cross_entropy_with_integer_labels, as for the next three.
+      reduction: None, "sum" (of the weighted losses), or "mean": that sum divided by the sum of the weights. Ignored
+        tokens do not count. If no token counts, the mean is 0.
+      label_smoothing: the uniform distribution's weight in the targets, in [0, 1].
       z_loss: factor for the squared logsumexp.
-      logits_soft_cap: bound on the logits; None: none.
-      ignore_index: label of tokens with zero loss and gradient; None: none.
-      return_logsumexp: return a pair: the loss and every token's logsumexp. Without a reduction only.
+      logits_soft_cap: bound on the logits; None: no bound.
+      ignore_index: label of tokens with zero loss and gradient; None: no such label.
+      return_logsumexp: return a pair: the loss and every token's logsumexp. Only without a reduction.
       precision: as in :func:`jax.numpy.matmul`, for the products.
       chunk_tokens: tokens in a chunk; None: 2048, or fewer if their logits would take more than 448 MiB.
 
@@ -486,7 +487,7 @@ def linear_cross_entropy(
       The losses [...], or with a reduction a scalar; f32 (f64 for f64).
 
     Raises:
-      TypeError: `x`, `w`, `bias` or `weights` are not floating, `labels` are no integers.
+      TypeError: `x`, `w`, `bias` or `weights` are not floating, or `labels` are not integers.
       ValueError: shapes do not fit, or a label in a NumPy array or an option is out of range.
 
     Example:

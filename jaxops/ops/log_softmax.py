@@ -77,10 +77,10 @@ def log_softmax(
       x: logits of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy. Complex arrays
         run on XLA's operations, with a warning; for them scale, bias, causal and dtype are errors.
       axis: the axis or axes over which the probabilities sum to one; they index the result's shape. None: all axes.
-      where: boolean mask that broadcasts with `x` (both ways). If it is False, the entry is masked: its result is -inf
-        and its gradient 0.
+      where: boolean mask that broadcasts with `x`, and may be larger. Where it is False, the entry is masked: its
+        result is -inf and its gradient 0.
       scale: scalar that multiplies `x`; default 1. Differentiable.
-      bias: array that broadcasts with `x` (both ways), added after scaling. Differentiable.
+      bias: array that broadcasts with `x`, and may be larger; added after scaling. Differentiable.
       causal: if True, query i sees only keys 0 to i: entry (i, j) along the last two axes is masked unless j <= i.
       dtype: the result's dtype; default: x's dtype.
 

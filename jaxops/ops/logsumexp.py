@@ -22,13 +22,14 @@ def logsumexp(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Logarithm of the sum of exponentials, :math:`\log \sum_j e^{a_j}`: a drop-in for :func:`jax.nn.logsumexp`.
 
-    Reads `a` once, in f32 (f64 for f64); the backward pass reads it once and writes its gradient once.
+    Sums are f32 (f64 for f64). The forward pass reads `a` once; the backward pass reads it once and writes its gradient
+    once.
 
     Args:
       a: array of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy.
       axis: the axis or axes over which to sum; None: all.
-      b: factors for the exponentials, which broadcast with `a`. They, and complex `a`, run on XLA's operations, with a
-        warning.
+      b: factors for the exponentials, which broadcast with `a`. Calls with `b` or with complex `a` run on XLA's
+        operations, with a warning.
       keepdims: keep the axes, with size 1.
       return_sign: return a pair: the logarithm of the sum's absolute value, and its sign.
       where: boolean mask that broadcasts with `a`: the entries to sum over.

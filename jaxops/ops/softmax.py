@@ -60,10 +60,10 @@ def softmax(
       x: logits of any shape; float64, float32, float16 or bfloat16. Integers promote as in jax.numpy. Complex arrays
         run on XLA's operations, with a warning; for them scale, bias, causal and dtype are errors.
       axis: the axis or axes over which the result sums to one; they index the result's shape. None: all axes.
-      where: boolean mask that broadcasts with `x` (both ways). If it is False, the entry is masked: its result and
-        gradient are 0, even if the whole row is masked.
+      where: boolean mask that broadcasts with `x`, and may be larger. Where it is False, the entry is masked: its
+        result and gradient are 0, even if the whole row is masked.
       scale: scalar that multiplies `x`; default 1. Differentiable.
-      bias: array that broadcasts with `x` (both ways), added after scaling. Differentiable.
+      bias: array that broadcasts with `x`, and may be larger; added after scaling. Differentiable.
       causal: if True, query i sees only keys 0 to i: entry (i, j) along the last two axes is masked unless j <= i.
       dtype: the result's dtype; default: x's dtype.
 

@@ -243,11 +243,11 @@ class GatedMLP(nn.Module):
       activation: "silu" (SwiGLU), "gelu" (the tanh form; GEGLU), "gelu_exact" (with erf) or "relu".
       dtype: dtype of the computation; by default inputs and parameters promote.
       param_dtype: dtype of the parameters, float32 by default.
-      precision: of the products, as in jax.numpy.matmul.
+      precision: the products' precision, as in jax.numpy.matmul.
       kernel_init: initialises the kernels. `nn.with_partitioning` and the like are respected.
       down_kernel_init: initialises the kernel of `down`, which is split along other axes; by default `kernel_init`.
       promote_dtype: as in `nn.Dense`; takes the inputs and all three kernels.
-      recompute: the backward pass keeps only the inputs and parameters, and computes two products again.
+      recompute: if True, the backward pass keeps only the inputs and parameters, and computes two products again.
 
     Example:
       >>> import jax, jax.numpy as jnp
