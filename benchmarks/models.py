@@ -335,11 +335,15 @@ class LlamaBlock(nn.Module):
         norms = [layers.RMSNorm(dtype=BF16, name=f"RMSNorm_{i}") for i in range(2)]
 
         def attend(y):
-            heads = (size.heads, size.heads // 4, size.heads // 4)
-            query, key, value = (
-                dense(count * size.features, name=name)(y).reshape(*y.shape[:2], count, size.features)
-                for name, count in zip(("query", "key", "value"), heads, strict=True)
-            )
+            heads = {"query": size.heads, "key": size.heads // 4, "value": size.heads // 4}
+            columns = {name: count * size.features for name, count in heads.items()}
+            if parts.fused:  # one product for all three
+                kernels = [Kernel((size.width, n), name=name)().astype(BF16) for name, n in columns.items()]
+                ends = np.cumsum(list(columns.values()))[:-1]
+                projected = jnp.split(jaxops.matmul(y, jnp.concatenate(kernels, 1)), ends, -1)
+            else:
+                projected = [dense(n, name=name)(y) for name, n in columns.items()]
+            query, key, value = (x.reshape(*y.shape[:2], -1, size.features) for x in projected)
             query, key = _rotate(query), _rotate(key)
             if parts.attention is None:
                 mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
