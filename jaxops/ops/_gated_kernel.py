@@ -51,6 +51,11 @@ def gate(gates: jax.Array, ups: jax.Array, activation: str) -> jax.Array:
     return jax.checkpoint(functools.partial(_gate, activation=activation), prevent_cse=False)(gates, ups)
 
 
+def _gate_again(gates: jax.Array, ups: jax.Array, activation: str) -> jax.Array:
+    """The same in the backward pass. XLA must not find the forward pass's, which it would have to keep in memory."""
+    return _gate(*lax.optimization_barrier((gates, ups)), activation)
+
+
 def gate_into(product: Callable[..., jax.Array], gates: jax.Array, ups: jax.Array, w: jax.Array, activation: str):
     """product(activation(gates) * ups, w). The backward pass keeps gates, ups and w, and computes the factor again."""
     return jax.checkpoint(lambda gates, ups, w: product(_gate(gates, ups, activation), w))(gates, ups, w)
@@ -61,11 +66,11 @@ def _rows(x: Any) -> list[str]:
     return [f"m{a}" for a in range(x.ndim - 1)]
 
 
-def _mapped_rows(operands: Sequence[Any], dims: Sequence[int | None], weight: int) -> list[jax.Array]:
-    """The operands, all but the weight with the mapped axis in front, an axis of rows."""
+def _mapped_rows(operands: Sequence[Any], dims: Sequence[int | None], weights: Sequence[int]) -> list[jax.Array]:
+    """The operands, all but the weights with the mapped axis in front, an axis of rows."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     return [
-        x if i == weight else jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        x if i in weights else jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
         for i, (x, d) in enumerate(zip(operands, dims, strict=True))
     ]
 
@@ -239,82 +244,109 @@ class _MlpKernel(Kernel):
         w_down, dw_down = primals[3], tangents[3]
         hidden, *both = kernel.bind(*primals[:3], activation=activation, precision=precision, kept=True)
         out = multiply(hidden, w_down, precision)
-        moved = _moved_products(primals[:3], tangents[:3], both, precision)
-        has = tuple(name for name, t in zip(("dgate", "dup"), moved, strict=True) if not isinstance(t, ad.Zero))
-        terms = []
-        if has:
-            given = (t for t in moved if not isinstance(t, ad.Zero))
-            terms += _linear.bind(*both, w_down, *given, activation=activation, precision=precision, has=has)
-        if not isinstance(dw_down, ad.Zero):  # not by `hidden`, which would be kept for the backward pass
-            product = functools.partial(multiply, precision=precision)
-            terms.append(gate_into(product, *both, dw_down, activation))
-        return [out], [sum(terms[1:], terms[0])]
+        moved = [*_moved_products(primals[:3], tangents[:3], both, precision), dw_down]
+        has = tuple(name for name, t in zip(_MOVED, moved, strict=True) if not isinstance(t, ad.Zero))
+        given = (t for t in moved if not isinstance(t, ad.Zero))
+        # Not of `hidden`, which would be kept for the backward pass.
+        return [out], _linear.bind(*both, w_down, *given, activation=activation, precision=precision, has=has)
+
+
+#: What moves a gated MLP's result, beside x and the weights of both products.
+_MOVED = ("dgate", "dup", "dw_down")
 
 
 class _MlpJvp(Kernel):
-    """(activation'(gate) up dgate + activation(gate) dup) w_down: transposed as a whole, into one kernel.
+    """(activation'(gate) up dgate + activation(gate) dup) w_down + activation(gate) up dw_down.
 
-    Operands: gate and up [..., n], w_down [n, d], then dgate and dup, if `has` names them.
+    It is transposed as a whole, into one kernel. Operands: gate and up [..., n], w_down [n, d], then the ones of _MOVED
+    that `has` names.
     """
 
     def abstract(self, gate, up, w_down, *_, **__) -> list[ShapedArray]:
         return [ShapedArray((*gate.shape[:-1], w_down.shape[1]), gate.dtype)]
 
-    def layout(self, gate, up, w_down, *moved, **_) -> Layout:
-        full = [*_rows(gate), "n"]
-        return Layout.of([full, full, ["n", "d"], *[full for _ in moved]], [[*_rows(gate), "d"]], ["n"])
+    def layout(self, gate, up, w_down, *_, has, **__) -> Layout:
+        full, weight = [*_rows(gate), "n"], ["n", "d"]
+        moved = [weight if name == "dw_down" else full for name in has]
+        return Layout.of([full, full, weight, *moved], [[*_rows(gate), "d"]], ["n"])
 
     def plain(self, gate, up, w_down, *moved, activation, precision, has) -> list[jax.Array]:
         given = dict(zip(has, moved, strict=True))
-        tangents = [given.get(name) for name in ("dgate", "dup")]
-        tangents = [jnp.zeros_like(gate) if t is None else t for t in tangents]
-        _, dhidden = jax.jvp(functools.partial(_gate, activation=activation), (gate, up), tuple(tangents))
-        return [multiply(dhidden, w_down, precision)]
+        tangents = tuple(given.get(name) for name in ("dgate", "dup"))
+        terms = []
+        if tangents != (None, None):
+            tangents = tuple(jnp.zeros_like(gate) if t is None else t for t in tangents)
+            _, dhidden = jax.jvp(functools.partial(_gate, activation=activation), (gate, up), tangents)
+            terms.append(multiply(dhidden, w_down, precision))
+        if "dw_down" in given:
+            terms.append(multiply(_gate(gate, up, activation), given["dw_down"], precision))
+        return [sum(terms[1:], terms[0])]
 
-    def batch(self, operands, dims, **params):
-        if dims[2] is None:
-            return self.bind(*_mapped_rows(operands, dims, weight=2), **params), [0]
-        return jax.vmap(functools.partial(self.plain, **params), dims)(*operands), [0]
+    def batch(self, operands, dims, *, has, **params):
+        weights = [2, *(3 + i for i, name in enumerate(has) if name == "dw_down")]
+        if all(dims[i] is None for i in weights):
+            return self.bind(*_mapped_rows(operands, dims, weights), has=has, **params), [0]
+        return jax.vmap(functools.partial(self.plain, has=has, **params), dims)(*operands), [0]
 
     def jvp(self, primals, tangents, **params):
         return jvp_of_linear(self, [i > 2 for i in range(len(primals))], primals, tangents, **params)
 
-    def transpose(self, cotangents, gate, up, w_down, *_, activation, precision, has):
-        both = backward.bind(cotangents[0], w_down, gate, up, activation=activation, precision=precision)
-        return [None] * 3 + [x for name, x in zip(("dgate", "dup"), both, strict=True) if name in has]
+    def transpose(self, cotangents, gate, up, w_down, *moved, activation, precision, has):
+        (dy,) = cotangents
+        undefined = [name for name, x in zip(has, moved, strict=True) if ad.is_undefined_primal(x)]
+        options = {"activation": activation, "precision": precision}
+        wants_hidden = "dw_down" in undefined
+        found: dict[str, jax.Array] = {}
+        if undefined != ["dw_down"]:
+            found = dict(
+                zip(
+                    ("dgate", "dup", "hidden"),
+                    backward.bind(dy, w_down, gate, up, wants_hidden=wants_hidden, **options),
+                    strict=False,
+                )
+            )
+        if wants_hidden:
+            hidden = found["hidden"] if found else _gate_again(gate, up, activation)
+            product = functools.partial(multiply, hidden, precision=precision)
+            (found["dw_down"],) = jax.linear_transpose(product, w_down)(dy)
+        return [None] * 3 + [found[name] if name in undefined else None for name in has]
 
 
 class _MlpBackward(_OneKernel):
     """dgate = dh up activation'(gate) and dup = dh activation(gate), for dh = dy w_down^T.
 
-    Operands: dy [..., d], w_down [n, d], gate and up [..., n]. Hopper's kernel takes the sums of dh, which is rounded
-    elsewhere.
+    If wanted, also hidden = activation(gate) up, for w_down's gradient. Operands: dy [..., d], w_down [n, d], gate and
+    up [..., n]. Hopper's kernel takes the sums of dh, which is rounded elsewhere.
     """
 
-    def abstract(self, dy, w_down, gate, up, **_) -> list[ShapedArray]:
-        return [ShapedArray(gate.shape, gate.dtype)] * 2
+    def abstract(self, dy, w_down, gate, up, *, wants_hidden, **_) -> list[ShapedArray]:
+        return [ShapedArray(gate.shape, gate.dtype)] * (3 if wants_hidden else 2)
 
-    def layout(self, dy, *_, **__) -> Layout:
+    def layout(self, dy, *_, wants_hidden, **__) -> Layout:
         full = [*_rows(dy), "n"]
-        return Layout.of([[*_rows(dy), "d"], ["n", "d"], full, full], [full, full], ["d"])
+        return Layout.of([[*_rows(dy), "d"], ["n", "d"], full, full], [full] * (3 if wants_hidden else 2), ["d"])
 
     @staticmethod
-    def _finished(dh, gate, up, activation) -> list[jax.Array]:
-        return list(jax.vjp(functools.partial(_gate, activation=activation), gate, up)[1](dh))
+    def _finished(dh, gate, up, activation, wants_hidden) -> list[jax.Array]:
+        # Another's values for XLA: else it would keep the forward pass's activation in memory.
+        gate, up = lax.optimization_barrier((gate, up))
+        hidden, pull = jax.vjp(functools.partial(_gate, activation=activation), gate, up)
+        return [*pull(dh), *([hidden] if wants_hidden else [])]
 
-    def plain(self, dy, w_down, gate, up, *, activation, precision) -> list[jax.Array]:
-        return self._finished(multiply(dy, w_down, precision, transposed=True), gate, up, activation)
+    def plain(self, dy, w_down, gate, up, *, activation, precision, wants_hidden) -> list[jax.Array]:
+        dh = multiply(dy, w_down, precision, transposed=True)
+        return self._finished(dh, gate, up, activation, wants_hidden)
 
     def choice(self, dy, w_down, *_) -> choices.Choice:
         """Which kernel computes it on this machine's GPU, or on an H200 without a GPU."""
         sizes = math.prod(dy.shape[:-1]), w_down.shape[0], dy.shape[-1]
         return choices.choose_gated_backward(choices.Product(*sizes, "16bit", rhs_transposed=True), local_device())
 
-    def call_target(self, dy, w_down, gate, up, *, activation, precision) -> list[jax.Array]:
+    def call_target(self, dy, w_down, gate, up, *, activation, precision, wants_hidden) -> list[jax.Array]:
         choice = self.choice(dy, w_down)
         if choice.kernel == "xla":
-            return self._finished(_multiply_here(dy, w_down, precision, True), gate, up, activation)
-        results = self.abstract(dy, w_down, gate, up)
+            return self._finished(_multiply_here(dy, w_down, precision, True), gate, up, activation, wants_hidden)
+        results = self.abstract(dy, w_down, gate, up, wants_hidden=False)
         rows = math.prod(dy.shape[:-1])
         flat = (x.reshape(rows, x.shape[-1]) for x in (gate, up))
         out = self.ffi_call(
@@ -325,33 +357,44 @@ class _MlpBackward(_OneKernel):
             activation=activation_index(activation),
             band=np.int32(choice.band),
         )
-        return [x.reshape(like.shape) for x, like in zip(out, results, strict=True)]
+        found = [x.reshape(like.shape) for x, like in zip(out, results, strict=True)]
+        return [*found, _gate_again(gate, up, activation)] if wants_hidden else found
 
-    def local(self, run, shards, scatter, dy, w_down, gate, up, *, activation, precision) -> list[jax.Array]:
+    def local(self, run, shards, scatter, dy, w_down, gate, up, **params) -> list[jax.Array]:
         """If d is split over devices, sums the partial products before the activation's derivative."""
         del scatter  # results are split as gate and up are
         over = shards.get("d", ())
         if not over:
-            return run(dy, w_down, gate, up, activation=activation, precision=precision)
-        dh = lax.psum(_multiply_here(dy, w_down, precision, True), over)
-        return self._finished(dh, gate, up, activation)
+            return run(dy, w_down, gate, up, **params)
+        dh = lax.psum(_multiply_here(dy, w_down, params["precision"], True), over)
+        return self._finished(dh, gate, up, params["activation"], params["wants_hidden"])
 
     def flops(self, dy, w_down, *_, **__) -> int:
         return 2 * math.prod(dy.shape) * w_down.shape[0]
 
-    def explain(self, dy, w_down, gate, up, *, activation, precision) -> str:
-        done = f"derivative of {activation}"
+    def explain(self, dy, w_down, gate, up, *, activation, precision, wants_hidden) -> str:
+        done = f"derivative of {activation}" + (", and it again" if wants_hidden else "")
         return _explain(self, self.choice(dy, w_down), dy, w_down, precision, "a product", done)
 
     def batch(self, operands, dims, **params):
         if dims[1] is None:
-            return self.bind(*_mapped_rows(operands, dims, weight=1), **params), [0, 0]
-        return jax.vmap(functools.partial(self.plain, **params), dims)(*operands), [0, 0]
+            out = self.bind(*_mapped_rows(operands, dims, [1]), **params)
+        else:
+            out = jax.vmap(functools.partial(self.plain, **params), dims)(*operands)
+        return out, [0] * len(out)
 
-    def jvp(self, primals, tangents, **params):
-        return jvp_of_linear(self, [True, False, False, False], primals, tangents, **params)
+    def jvp(self, primals, tangents, *, wants_hidden, **params):
+        linear = [True, False, False, False]
+        out, moved = jvp_of_linear(self, linear, primals, tangents, wants_hidden=False, **params)
+        if not wants_hidden:
+            return out, moved
+        out = self.bind(*primals, wants_hidden=True, **params)
+        pair = [ad.instantiate_zeros(t) for t in tangents[2:]]
+        _, dhidden = jax.jvp(functools.partial(_gate, activation=params["activation"]), tuple(primals[2:]), tuple(pair))
+        return out, [*moved, dhidden]
 
-    def transpose(self, cotangents, dy, w_down, gate, up, *, activation, precision):
+    def transpose(self, cotangents, dy, w_down, gate, up, *, activation, precision, wants_hidden):
+        del wants_hidden  # hidden does not depend on dy
         given = {name: x for name, x in zip(("dgate", "dup"), cotangents, strict=True) if not isinstance(x, ad.Zero)}
         options = {"activation": activation, "precision": precision, "has": tuple(given)}
         return [_linear.bind(gate, up, w_down, *given.values(), **options)[0], None, None, None]
