@@ -333,8 +333,8 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
         seeing = jnp.broadcast_to(mask[..., 0], (mask.shape[0], mask.shape[1], mask.shape[2]))
         x = x | {"mask": None}
     given = _grouped(x)
-    if joint is not None and given.keys() == {"query", "key", "value"}:
-        given = {"joint": joint}
+    if joint is not None and given.keys() <= {"query", "key", "value", "query_lengths", "key_value_lengths"}:
+        given = {"joint": joint, **{name: given[name] for name in given if name.endswith("lengths")}}
     parts = kernels.PARTS if "bias" in given else ()
     out, sums, *_ = kernels.forward(call, given, ("out", "lse", *parts)).values()
     out = out.reshape(batch, queries, heads, features)
@@ -350,11 +350,11 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
         return out, sums
     nothing = lax.stop_gradient(sums) == -jnp.inf
     mean = jnp.mean(x["value"], 1, keepdims=True, dtype=accumulator(out.dtype)).astype(out.dtype)
-    if x["query_lengths"] is not None:
-        below = jnp.arange(queries) < x["query_lengths"][:, None]
-        out = jnp.where(below[..., None, None], out, 0)
-        nothing = nothing & below[..., None]
-    mean = jnp.repeat(mean, heads // mean.shape[2], 2)
+    if x["query_lengths"] is not None:  # beyond them it stays 0
+        nothing = nothing & (jnp.arange(queries) < x["query_lengths"][:, None])[..., None]
+    if (groups := mean.shape[2]) != heads:
+        mean = jnp.broadcast_to(mean[:, :, :, None], (batch, 1, groups, heads // groups, features))
+        mean = mean.reshape(batch, 1, heads, features)
     return jnp.where(nothing[..., None], mean, out), sums
 
 

@@ -178,13 +178,22 @@ def test_patched_jax_nn(rng):
 # --- projections in one array ---
 
 
-def joint_attention(joint, causal, noted=True):
-    """Attention of the parts of `[batch, tokens, heads, 3, depth]`, which the layers note."""
+def joint_attention(joint, causal, noted=True, lengths=None):
+    """Attention of the parts of `[batch, tokens, heads, 3, depth]`, which the layers note.
+
+    lengths: of the sequences' queries; their keys end 5 tokens later.
+    """
     parts = [jnp.squeeze(part, -2) for part in jax.lax.split(joint, (1, 1, 1), axis=3)]
     with projections_noted():
         if noted:
             note_projections(joint, parts)
-        return jaxops.dot_product_attention(*parts, is_causal=causal)
+        given = {}
+        if lengths is not None:
+            given = {
+                "query_seq_lengths": jnp.asarray(lengths),
+                "key_value_seq_lengths": jnp.minimum(jnp.asarray(lengths) + 5, joint.shape[1]),
+            }
+        return jaxops.dot_product_attention(*parts, is_causal=causal, **given)
 
 
 def names(jaxpr):
@@ -219,13 +228,13 @@ def test_projections_are_not_copied(layers, rng):
     )
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_joint_projections(causal, rng):
+@pytest.mark.parametrize(("causal", "lengths"), [(True, None), (False, [7, 19]), (True, [19, 0])])
+def test_joint_projections(causal, lengths, rng):
     """Values and derivatives of every kind are those of separate arrays."""
     joint, tangent = (jnp.asarray(rng.standard_normal((2, 19, 2, 3, 8)), jnp.float32) for _ in range(2))
 
     def everything(noted):
-        loss = lambda x: jnp.sum(jnp.sin(joint_attention(x, causal, noted)))  # noqa: E731
+        loss = lambda x: jnp.sum(jnp.sin(joint_attention(x, causal, noted, lengths)))  # noqa: E731
         gradient = jax.grad(loss)
         return (
             jax.value_and_grad(loss)(joint),
@@ -244,7 +253,7 @@ def test_joint_projections(causal, rng):
 def test_joint_projections_on_devices(kind, spec, rng):
     """Split tokens need the keys and values of other devices, and nothing else; heads and batches need nothing."""
     joint = jnp.asarray(rng.standard_normal((2, 256, 4, 3, 8)), jnp.float32)
-    pullback = lambda x, dy: jax.vjp(lambda x: joint_attention(x, True), x)[1](dy)[0]  # noqa: E731
+    pullback = lambda x, dy: jax.vjp(lambda x: joint_attention(x, True, lengths=[200, 256]), x)[1](dy)[0]  # noqa: E731
     dy = jnp.asarray(rng.standard_normal((2, 256, 4, 8)), jnp.float32)
     wanted = pullback(joint, dy)
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind), devices=jax.devices()[:4])
@@ -264,11 +273,11 @@ def test_joint_projections_on_devices(kind, spec, rng):
 @pytest.mark.gpu("9.0")
 @pytest.mark.parametrize("depth", [40, 64, 96, 128, 192, 256])
 def test_joint_projections_give_the_same_bits(depth, rng):
-    for tokens, causal in ((1, False), (65, True), (700, True), (1000, False)):
+    for tokens, causal, lengths in ((1, False, None), (65, True, None), (700, True, [650, 3]), (1000, False, [1, 999])):
         joint, dy = draw(rng, 2, tokens, 3, 3, depth), draw(rng, 2, tokens, 3, depth)
 
-        def pullback(joint, dy, noted, causal=causal):
-            out, vjp = jax.vjp(functools.partial(joint_attention, causal=causal, noted=noted), joint)
+        def pullback(joint, dy, noted, causal=causal, lengths=lengths):
+            out, vjp = jax.vjp(lambda joint: joint_attention(joint, causal, noted, lengths), joint)
             return out, *vjp(dy)
 
         got, wanted = (jax.jit(pullback, static_argnums=2)(joint, dy, noted) for noted in (True, False))
