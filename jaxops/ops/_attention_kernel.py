@@ -248,13 +248,14 @@ class _AttentionKernel(Kernel):
         results = self.abstract(*operands, names=names, wanted=wanted, call=call)
         sizes = _sizes(x)
         apart = self._takes_heads_apart(sizes)
-        if apart:
-            given |= {name: jnp.repeat(given[name], sizes["g"], axis=2) for name in ("key", "value")}
 
         def for_handler(name, value):
             if name == "dbias":
                 return given["bias"].shape
-            return given[name[1:]].shape if apart and name in _APART else _with_heads(name, value.shape)
+            if apart and name in _APART:
+                batch, keys, heads, depth = value.shape
+                return batch, keys, heads * sizes["g"], depth
+            return _with_heads(name, value.shape)
 
         shapes = [
             ShapedArray(for_handler(name, value), value.dtype) for name, value in zip(wanted, results, strict=True)
@@ -288,7 +289,7 @@ class _AttentionKernel(Kernel):
         return [of_handler(*found) for found in zip(wanted, out, results, strict=True)]
 
     def _takes_heads_apart(self, sizes: Mapping[str, Any]) -> bool:
-        """Whether each query head gets keys and values of its own."""
+        """Whether keys and values have gradients for each query head, which are then summed."""
         del sizes
         return False
 
@@ -470,7 +471,8 @@ class _Backward(_AttentionKernel):
     def _takes_heads_apart(self, sizes: Mapping[str, Any]) -> bool:
         # A block visits all query heads of its keys, one after the other. If blocks are few, the longest of them, or
         # the order in which they add to dquery, decides: on an H200 2 x 4096 tokens with 16 query heads (depth 64) took
-        # 426 us with 16 key heads and 553 us with 4; 1 x 4096 with 32 (128), 729 and 997 us with 8. The copies cost as
+        # 424 us with 16 key heads, 553 us with 4, and 463 us with the 4 taken apart; 1 x 4096 with 32 (depth 128), 728
+        # us with 32 key heads, 997 us with 8, 794 us with the 8 taken apart. To write and sum the gradients costs as
         # much as some reads of the queries, unless these are far fewer than the keys. Deeper heads take other kernels.
         b, t, s, h, g = (sizes[axis] for axis in "btshg")
         if not all(isinstance(size, int) for size in (b, t, s, h, g)):

@@ -524,6 +524,18 @@ def test_kernels_of_parts_of_the_queries(depth, rng):
         assert np.linalg.norm(got - wanted) <= 0.02 * np.linalg.norm(wanted)
 
 
+@on_hopper
+@pytest.mark.parametrize("few", [0, 10**6])
+@pytest.mark.parametrize(
+    ("depth", "options"),
+    [(64, {"mask": (2, 6, 300, 260)}), (64, {"is_causal": True}), (128, {"bias": (1, 6, 300, 260)}), (128, {})],
+)
+def test_kernels_of_shared_keys(depth, options, few, monkeypatch, rng):
+    """Query heads that share a key head, one after the other or taken apart."""
+    monkeypatch.setattr(kernels, "_FEW_BLOCKS", few)
+    check(draw(rng, (2, 300, 260, 6, 2, depth), "bfloat16", **options), rng)
+
+
 def _arranged(kind, rng, queries, keys, heads):
     """Segments or a mask: only ranges, or with gaps."""
     i, j = np.arange(queries)[:, None], np.arange(keys)[None]
@@ -651,12 +663,13 @@ def test_kernels_repeat_their_bits(depth, options, rng):
 
 @pytest.mark.parametrize(("queries", "few", "apart"), [(72, 5, True), (72, 4, False), (8, 5, False)])
 def test_few_key_blocks_take_query_heads_apart(queries, few, apart, monkeypatch, rng):
-    """Each query head then has a copy of its keys and values, and their gradients are summed over the copies."""
+    """Keys and values then have gradients for each query head, which are summed."""
     shapes = []
 
     def fake(results, query, key, value, out, lse, dout, *, scale, causal, **_):
-        shapes.append(key.shape)
-        assert [r.shape for r in results[:3]] == [query.shape, key.shape, value.shape]
+        shapes.append(results[1].shape)
+        assert results[0].shape == query.shape and results[2].shape == results[1].shape
+        key, value = (jnp.repeat(x, results[1].shape[2] // x.shape[2], 2) for x in (key, value))
         attention = functools.partial(jax.nn.dot_product_attention, scale=float(scale), is_causal=causal)
         return [*jax.vjp(attention, query, key, value)[1](dout), jnp.zeros(results[3].shape, results[3].dtype)]
 
@@ -668,8 +681,9 @@ def test_few_key_blocks_take_query_heads_apart(queries, few, apart, monkeypatch,
     key, value = (rng.standard_normal((batch, keys, heads, depth)).astype(np.float32) for _ in range(2))
     call = kernels.Call(0.3, causal=True)
     given = {"query": query, "key": key, "value": value}
-    out, lse = kernels.plain.forward(call, given)
-    given |= {"out": out, "lse": lse, "dout": rng.standard_normal(out.shape).astype(np.float32)}
+    found = kernels.plain.forward(call, given)
+    given |= {"out": found["out"], "lse": found["lse"]}
+    given |= {"dout": rng.standard_normal(found["out"].shape).astype(np.float32)}
     params = {"names": tuple(given), "wanted": ("dquery", "dkey", "dvalue"), "call": call}
     found = kernels._backward.call_target(*given.values(), **params)
     assert shapes == [(batch, keys, heads * group if apart else heads, depth)]

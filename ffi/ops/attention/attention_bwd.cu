@@ -22,6 +22,7 @@ struct BackwardOptions : attention::Options {
 
 struct Gradients {
   void *dq, *dk, *dv;
+  bool apart;    // dk and dv are each query head's own, to be summed over the heads that share a key head
   float* dbias;  // null unless it is wanted
 };
 
@@ -42,22 +43,24 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Gra
   using T = typename Tile::T;
   const Problem& p = known.problem;
   BackwardArguments arguments = {};
-  arguments.problem = p;
+  Problem& apart = arguments.problem = p;
+  if (gradients.apart) apart.key_heads = p.heads;
+  arguments.sharing = apart.key_heads / p.key_heads;
   arguments.sums = known.sums;
   for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, Tile::kQueries, &arguments.q),
                                    attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
                                    attention::DescribeResults<T>(p, known.dout, Tile::kQueries, &arguments.dout),
-                                   attention::DescribeKeys<T>(p, gradients.dk, 64, &arguments.dk),
-                                   attention::DescribeKeys<T>(p, gradients.dv, 64, &arguments.dv)})
+                                   attention::DescribeKeys<T>(apart, gradients.dk, 64, &arguments.dk),
+                                   attention::DescribeKeys<T>(apart, gradients.dv, 64, &arguments.dv)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
   if (Tile::kExtraStages > 0) arguments.fetched = attention::DescribeScores<T>(p, Tile::kQueries, &arguments.extra);
-  const int64_t key_heads = int64_t{p.batches} * p.key_heads, tiles = key_heads * CeilDiv(p.keys, Tile::kKeys);
+  const int64_t key_heads = int64_t{p.batches} * apart.key_heads, tiles = key_heads * CeilDiv(p.keys, Tile::kKeys);
   const int64_t query_blocks = int64_t{p.batches} * p.heads * known.sums.blocks;
   if (tiles > attention::kLongest || query_blocks > attention::kLongest) return Invalid(kHandler, "too many tokens");
   // One head's Q, dO and dQ sums; measured on an H200. With more heads, the blocks of one head wait less for each
   // other.
-  const double bytes = 8.0 * p.queries * p.depth * p.group();
+  const double bytes = 8.0 * p.queries * p.depth * apart.group();
   const int blocks = attention::Multiprocessors();
   if (blocks == 0) return Error::Internal("attention_bwd: no device");
   arguments.together = attention::HeadsTogether(key_heads, bytes, 46e6, 4, blocks);
@@ -174,7 +177,7 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
 }
 
 // q, k, v, out, lse, dout, [dlse], the options' operands, [maximum, log_sum] -> dq, dk, dv, [dbias]; if q, k and v are
-// one tensor, dq is the gradient of all three, and dk and dv are absent.
+// one tensor, dq is the gradient of all three, and dk and dv are absent. Up to depth 128, dk and dv may have all heads.
 Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer out, AnyBuffer lse,
                         AnyBuffer dout, ffi::RemainingArgs rest, BufferResult dq, ffi::RemainingRets more,
                         BackwardOptions options) {
@@ -200,14 +203,17 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   const DataType type = q.element_type();
   const int64_t batches = p.batches, queries = p.queries, keys = p.keys, heads = p.heads, key_heads = p.key_heads;
   const int64_t depth = p.depth;
+  bool apart = false;
   for (const auto& [name, buffer] : {std::pair("out", out), std::pair("dout", dout)})
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, name, buffer, type, {batches, queries, heads, depth}));
   if (p.joint) {
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, 3, depth}));
   } else {
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, depth}));
+    apart = depth <= 128 && attention::HasShape(*dk, {batches, keys, heads, depth});
     for (const auto& [name, buffer] : {std::pair("dk", *dk), std::pair("dv", *dv)})
-      JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, name, buffer, type, {batches, keys, key_heads, depth}));
+      JAXOPS_RETURN_IF_ERROR(
+          attention::CheckShape(kHandler, name, buffer, type, {batches, keys, apart ? heads : key_heads, depth}));
   }
   JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "lse", lse, DataType::F32, {batches, heads, queries}));
   if (dlse)
@@ -227,7 +233,7 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   known.lse = Data<float>(lse);
   known.dlse = dlse ? Data<float>(*dlse) : nullptr;
   const Gradients gradients = {dq->untyped_data(), p.PartOf(dk->untyped_data(), 1), p.PartOf(dv->untyped_data(), 2),
-                               dbias ? Data<float>(*dbias) : nullptr};
+                               apart, dbias ? Data<float>(*dbias) : nullptr};
   return attention::VisitType(kHandler, type, [&]<class T> { return BackwardOf<T>(stream, known, gradients); });
 }
 

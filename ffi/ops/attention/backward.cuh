@@ -67,7 +67,8 @@ struct BackwardTile {
 
 struct BackwardArguments {
   CUtensorMap q, k, v, dout, dk, dv, extra;  // dk, dv: in boxes with 64 rows
-  Problem problem;
+  Problem problem;                           // key_heads: as many as dk and dv have
+  int sharing;                               // so many of these read the same keys and values
   BackwardSums sums;
   int together;     // heads whose keys are taken together
   Fetched fetched;  // as `extra`
@@ -291,7 +292,7 @@ __device__ void LoadKeys(const BackwardArguments& arguments, const BackwardShare
   shared.ForEachTile([&](const KnownTile& tile, int k) {
     if (threadIdx.x % 32 != 0) return;
     const Barrier full = shared.KeysFull();
-    const int key = tile[kFirstKey], head = tile[kKeyHead], batch = tile[kBatch];
+    const int key = tile[kFirstKey], head = tile[kKeyHead] / arguments.sharing, batch = tile[kBatch];
     if (k > 0) {  // the previous tile's keys and values are still in use
 #pragma unroll
       for (int column = 0; column < Tile::kDepth; column += 64) {
