@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.collectives import by_kind, collectives
+from support.meshes import mesh_of
 
 import jaxops
 from jaxops.flax import linen
@@ -256,7 +257,7 @@ def test_joint_projections_on_devices(kind, spec, rng):
     pullback = lambda x, dy: jax.vjp(lambda x: joint_attention(x, True, lengths=[200, 256]), x)[1](dy)[0]  # noqa: E731
     dy = jnp.asarray(rng.standard_normal((2, 256, 4, 8)), jnp.float32)
     wanted = pullback(joint, dy)
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind), devices=jax.devices()[:4])
+    mesh = mesh_of((2, 2), ("a", "b"), kind)
     with jax.set_mesh(mesh):
         placed = (
             jax.device_put(joint, NamedSharding(mesh, spec)),

@@ -11,6 +11,7 @@ import pytest
 from flax import linen as nn
 from support import contract
 from support import flax_cases as cases
+from support.meshes import mesh_of
 
 from jaxops.flax import linen
 
@@ -207,7 +208,7 @@ def test_gated_mlp_is_one_op(rng):
 
 def test_partitioned_gated_mlp():
     """The boxes of the kernels are the given ones, and the split kernels stay where they are."""
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 4), ("data", "model"))
     init, x = nn.initializers.lecun_normal(), jnp.ones((4, 8))
     layer = linen.GatedMLP(
         16,

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from support import contract
 from support import flax_cases as cases
+from support.meshes import mesh_of
 
 from jaxops.flax import nnx as fast
 
@@ -165,7 +166,7 @@ def test_partitioned_gated_mlp():
         split = nnx.with_partitioning(init, (None, "model")), nnx.with_partitioning(init, ("model", None))
         return cls(8, 16, kernel_init=split[0], down_kernel_init=split[1], rngs=nnx.Rngs(0))
 
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 4), ("data", "model"))
     with jax.set_mesh(mesh):
         ours, theirs = (make(cls) for cls in (fast.GatedMLP, GatedMLP))
         specs = [jax.tree.leaves(nnx.get_partition_spec(nnx.state(layer))) for layer in (ours, theirs)]

@@ -8,6 +8,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_policies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support.attention_cases import check, dense, draw, exact, random_case, value_and_gradients
+from support.meshes import mesh_of
 
 import jaxops
 from jaxops import _kernel
@@ -337,12 +338,6 @@ def test_residuals_have_checkpoint_names():
     assert loss(ours.dots_with_no_batch_dims_saveable) == again
 
 
-def _mesh(shape, names, kind):
-    if len(jax.devices()) < np.prod(shape):
-        pytest.skip(f"needs {np.prod(shape)} devices")
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=jax.devices()[: np.prod(shape)])
-
-
 #: The split axes: batch and heads, the queries, both lengths (context parallel).
 SPLITS = {
     "batch and heads": (PartitionSpec("x", None, "y"), PartitionSpec("x", None, "y")),
@@ -356,7 +351,7 @@ SPLITS = {
 @pytest.mark.parametrize("split", SPLITS)
 def test_sharded(split, kind, rng):
     """Values and gradients are one device's, and only keys, values and their gradients move."""
-    mesh = _mesh((2, 2), ("x", "y"), kind)
+    mesh = mesh_of((2, 2), ("x", "y"), kind)
     options = {"is_causal": True, "local_window_size": (20, 3), "query_lengths": [30, 9, 32, 0]}
     if split == "batch and heads":  # queries that see nothing get the values' mean, which split tokens would add up
         options["key_lengths"] = [32, 0, 7, 32]
@@ -387,7 +382,7 @@ def test_sharded(split, kind, rng):
 
 
 def test_inside_shard_map(rng):
-    mesh = _mesh((2, 2), ("x", "y"), AxisType.Auto)
+    mesh = mesh_of((2, 2), ("x", "y"), AxisType.Auto)
     case = draw(rng, (4, 1100, 1100, 4, 2, 8), is_causal=True)
     spec = PartitionSpec("x", None, "y")
 

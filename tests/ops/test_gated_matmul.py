@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import oracle
+from support.meshes import mesh_of
 
 import jaxops
 from jaxops._device import H200
@@ -159,7 +160,7 @@ def test_split_over_devices(op, shapes, spec, here, rng, monkeypatch):
     if here:
         monkeypatch.setattr("jaxops.ops._gated_kernel.why_no_handler", lambda *_: None)
         monkeypatch.setattr("jaxops._kernel.why_no_handler", lambda *_: None)
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 2), ("a", "b"))
     columns, k = "b" if "columns" in spec else None, "b" if "k" in spec else None
     specs = [("a" if "a" in spec else None, None, k), (k, columns), (k, columns), (columns, None)]
     xs = [draw(rng, shape).astype("float16") / 3 for shape in ((4, *shapes[0][1:]), *shapes[1:])]
@@ -246,14 +247,15 @@ def test_backward_kernel(size, dtype, force, rng):
     xs = [dy, w_down, gate, up]
     wide = [np.asarray(v, np.float64) for v in xs]
     dh, error = wide[0] @ wide[1].T, sums_error(wide[0], wide[1].T)
-    options = [{"activation": a, "precision": ops.precision_of(None)} for a in ACCEPTED]
+    options = [{"activation": a, "precision": ops.precision_of(None), "wants_hidden": True} for a in ACCEPTED]
     run = jax.jit(lambda xs: [backward.bind(*xs, **o) for o in options])
     first, second = jax.device_get(run(xs)), jax.device_get(run(xs))
-    for (dgate, dup), activation in zip(first, ACCEPTED, strict=True):
+    for (dgate, dup, hidden), activation in zip(first, ACCEPTED, strict=True):
         act, slope, _ = oracle.activate(activation, wide[2])
         size_of_up = np.abs(wide[3])
         within(dgate, dh * wide[3] * slope, (1.2 * error + 2**-18 * np.abs(dh) * (1 + np.abs(wide[2]))) * size_of_up)
         within(dup, dh * act, error * np.abs(act) + np.abs(dh) * (2**-18 * np.abs(act) + 2**-20))
+        within(hidden, act * wide[3], size_of_up * (2**-18 * np.abs(act) + 2**-20))
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(a, b)
 
