@@ -217,23 +217,36 @@ def calls() -> str:
     return table(["microseconds a call", "jaxops", "XLA"], lines) + "\n" + source("calls --seconds 0.03", found)
 
 
-def _listed(name: str, baseline: str) -> str:
-    """Every measurement of one file, baseline and ratio beside it."""
-    found = read(name)
+def attention() -> str:
+    """Attention beside cuDNN: both directions of a call in one line; decoding beside a copy of the cache."""
+    found = read("attention")
     if not found:
         return "*Not measured yet.*"
-    lines = [
-        [f"{r['shape']}, {r['dtype']}", r["direction"], f"{float(r['ours']):.4g}", f"{float(r['xla']):.4g}", r["ratio"]]
-        for r in found
-    ]
-    lines = [[*cells, f"{float(number):.2f}"] for *cells, number in lines]
-    heading = ["", "", f"jaxops, {found[0]['unit']}", baseline, "ratio"]
-    return table(heading, lines) + "\n" + source(name, found)
-
-
-def attention() -> str:
-    """Attention beside cuDNN."""
-    return _listed("attention", "cuDNN")
+    other = ", against the plain form"
+    decoding = [row for row in found if row["unit"] == "TB/s"]
+    lines, compared = [], [row for row in found if row not in decoding and not row["shape"].endswith(other)]
+    for shape in dict.fromkeys(row["shape"] for row in found if row not in decoding):
+        cells = []
+        for direction in DIRECTIONS:
+            (row,) = select(found, shape=shape, direction=direction) or [None]
+            cells += [f"{float(row['ours']):.0f}", f"{ratio(row):.2f}"] if row else ["", ""]
+        lines.append([shape.replace(other, " (XLA)"), *cells])
+    means = (f"{mean(select(compared, direction=direction)):.2f}" for direction in DIRECTIONS)
+    heading = ["batch x tokens x heads x depth", "forward, TFLOP/s", "ratio", "backward, TFLOP/s", "ratio"]
+    tables = [table(heading, lines), "Geometric means of the ratios: forward {}, backward {}.".format(*means)]
+    if decoding:
+        cells = [
+            [
+                row["shape"],
+                f"{float(row['ours']):.2f}",
+                f"{float(row['ours']) / float(row['ceiling']):.2f}",
+                row["ratio"],
+            ]
+            for row in decoding
+        ]
+        cells = [[*cell, f"{float(number):.2f}"] for *cell, number in cells]
+        tables.append(table(["batch x query:keys x heads x depth", "TB/s", "share of a copy", "ratio"], cells))
+    return "\n\n".join(tables) + "\n" + source("attention --dtype bfloat16 --seconds 0.05", found)
 
 
 #: The contenders of losses, as headings, by name.
