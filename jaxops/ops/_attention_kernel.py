@@ -170,7 +170,8 @@ class _AttentionKernel(Kernel):
         mapped = {name: dim for name, dim in zip(names, dims, strict=True) if dim is not None}
         size = next(x[name].shape[dim] for name, dim in mapped.items())
         forward = all(name in ("out", "lse", *PARTS) for name in wanted)
-        into = "g" if forward and all("g" in "".join(AXES[name]) for name in mapped) else "b"
+        grouped = "joint" not in x and all("g" in "".join(AXES[name]) for name in mapped)
+        into = "g" if forward and grouped else "b"
         sizes = _sizes({name: _without(x[name], mapped.get(name)) for name in names})
         # A sum over the batch is a sum for each mapped entry.
         keep = [name.removeprefix("d") for name in wanted if AXES[name][0] == "b?"]

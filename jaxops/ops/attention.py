@@ -333,8 +333,8 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
         seeing = jnp.broadcast_to(mask[..., 0], (mask.shape[0], mask.shape[1], mask.shape[2]))
         x = x | {"mask": None}
     given = _grouped(x)
-    if joint is not None and given.keys() <= {"query", "key", "value", "query_lengths", "key_value_lengths"}:
-        given = {"joint": joint, **{name: given[name] for name in given if name.endswith("lengths")}}
+    if joint is not None:
+        given = {"joint": joint} | {name: x for name, x in given.items() if name not in ("query", "key", "value")}
     parts = kernels.PARTS if "bias" in given else ()
     out, sums, *_ = kernels.forward(call, given, ("out", "lse", *parts)).values()
     out = out.reshape(batch, queries, heads, features)

@@ -179,18 +179,17 @@ def test_patched_jax_nn(rng):
 # --- projections in one array ---
 
 
-def joint_attention(joint, causal, noted=True, lengths=None):
+def joint_attention(joint, causal, noted=True, lengths=None, **given):
     """Attention of the parts of `[batch, tokens, heads, 3, depth]`, which the layers note.
 
-    lengths: of the sequences' queries; their keys end 5 tokens later.
+    lengths: of the sequences' queries; their keys end 5 tokens later. given: other operands.
     """
     parts = [jnp.squeeze(part, -2) for part in jax.lax.split(joint, (1, 1, 1), axis=3)]
     with projections_noted():
         if noted:
             note_projections(joint, parts)
-        given = {}
         if lengths is not None:
-            given = {
+            given |= {
                 "query_seq_lengths": jnp.asarray(lengths),
                 "key_value_seq_lengths": jnp.minimum(jnp.asarray(lengths) + 5, joint.shape[1]),
             }
@@ -249,6 +248,24 @@ def test_joint_projections(causal, lengths, rng):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_joint_projections_with_other_operands(rng):
+    """Biases and sinks have gradients beside a joint operand, and masks may be mapped alone."""
+    joint, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 19, 2, 3, 8), (1, 2, 19, 19)))
+    sinks, masks = jnp.asarray([0.5, -1.0]), rng.random((3, 2, 1, 19, 19)) < 0.7
+    masks[:, 0, 0, 3] = False  # a query that sees nothing
+
+    def everything(noted):
+        def loss(joint, bias, sinks, mask):
+            return jnp.sum(jnp.sin(joint_attention(joint, True, noted, bias=bias, sinks=sinks, mask=mask)))
+
+        of_masks = jax.vmap(lambda mask: joint_attention(joint, False, noted, mask=mask))
+        return jax.grad(loss, (0, 1, 2))(joint, bias, sinks, masks[0]), of_masks(masks)
+
+    got, wanted = (jax.jit(everything, static_argnums=0)(noted) for noted in (True, False))
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("spec", [P(None, "a"), P("a", None, "b"), P(None, "a", "b")], ids=str)
 def test_joint_projections_on_devices(kind, spec, rng):
@@ -275,10 +292,11 @@ def test_joint_projections_on_devices(kind, spec, rng):
 @pytest.mark.parametrize("depth", [40, 64, 96, 128, 192, 256])
 def test_joint_projections_give_the_same_bits(depth, rng):
     for tokens, causal, lengths in ((1, False, None), (65, True, None), (700, True, [650, 3]), (1000, False, [1, 999])):
+        given = {"mask": jnp.asarray(rng.random((2, 1, tokens, tokens)) < 0.9)} if tokens == 65 else {}
         joint, dy = draw(rng, 2, tokens, 3, 3, depth), draw(rng, 2, tokens, 3, depth)
 
-        def pullback(joint, dy, noted, causal=causal, lengths=lengths):
-            out, vjp = jax.vjp(lambda joint: joint_attention(joint, causal, noted, lengths), joint)
+        def pullback(joint, dy, noted, causal=causal, lengths=lengths, given=given):
+            out, vjp = jax.vjp(lambda joint: joint_attention(joint, causal, noted, lengths, **given), joint)
             return out, *vjp(dy)
 
         got, wanted = (jax.jit(pullback, static_argnums=2)(joint, dy, noted) for noted in (True, False))
