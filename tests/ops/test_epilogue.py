@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import oracle
 from support.row_cases import assert_matches
 
 import jaxops
@@ -35,7 +36,8 @@ def backward(activation, dtype, summed, *operands):
 @pytest.mark.parametrize("activation", list(epilogue.ACTIVATIONS), ids=str)
 def test_gradients(activation, dtype, rng, on_gpu):
     """dz and dbias, each alone and together; the same bits every time."""
-    shapes = SHAPES if on_gpu or dtype == "float32" else SHAPES[2::4]  # on the CPU they are XLA's business
+    # On the CPU the shapes are XLA's business, whatever the dtype and the activation.
+    shapes = SHAPES if on_gpu or (dtype, activation) == ("float32", "gelu") else SHAPES[2::4]
     drawn = [[jnp.asarray(3 * rng.standard_normal(s), dtype) for _ in range(2)] for s, _ in shapes]
     drawn = [operands if activation else operands[1:] for operands in drawn]
     wants = [(np.dtype(dtype), True), (None, True), (np.dtype(dtype), False)]
@@ -47,16 +49,11 @@ def test_gradients(activation, dtype, rng, on_gpu):
             for operands, (_, summed) in zip(drawn, shapes, strict=True)
         ]
 
-    @jax.jit
-    def differentiate(drawn):
-        return [epilogue._differentiate(activation, operands[0], operands[-1]) for operands in drawn]
-
     results = run(drawn)
     for again, first in zip(jax.tree.leaves(run(drawn)), jax.tree.leaves(results), strict=True):
         np.testing.assert_array_equal(again, first)
-    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wide = [[np.asarray(x).astype(np.float64) for x in operands] for operands in drawn]
-        exacts = [np.asarray(x) for x in differentiate(wide)]
+    wide = [[np.asarray(x).astype(np.float64) for x in operands] for operands in drawn]
+    exacts = [operands[-1] * oracle.activate(activation, operands[0])[1] for operands in wide]
     for exact, (shape, summed), ((dz, dbias), (alone,), (dz_alone,)) in zip(exacts, shapes, results, strict=True):
         what = f"{shape} summed over {summed}"
         assert dz.dtype == dtype and dbias.dtype == np.float32

@@ -1,5 +1,6 @@
 """Scale, bias, where and causal in softmax and log_softmax, in every combination, forward and backward."""
 
+import functools
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import contract
 from support.logits_cases import INF, NAN, OPS, assert_matches_exact, every_op, exact, run, unbroadcast, wide
 from support.ops import value_and_gradients
+from support.pairs import pairwise
 from support.row_cases import assert_matches, beyond_few, coarsest
 
 import jaxops
@@ -76,15 +78,15 @@ def draw(rng, names, dtype="float32", bias_shape=(1, 3, 5, 7), bias_dtype="float
 @every_op
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_combination(op, dtype, rng):
-    """Scale, bias, where and causal: each alone, and all their sets."""
+    """Scale, bias, where and causal: each alone, and all their sets; in bfloat16 every two of them."""
     cases, operands, cotangents = [], [], []
-    for count in range(3):
-        for names in itertools.combinations(("scale", "bias"), count):
-            for where_shape, causal in itertools.product((None, (2, 1, 1, 7), (5, 7)), (False, True)):
-                where = None if where_shape is None else draw_mask(rng, where_shape)
-                cases.append((names, where, causal))
-                operands.append(draw(rng, names, dtype))
-                cotangents.append(jnp.asarray(rng.standard_normal(SHAPE).astype(dtype)))
+    combine = itertools.product if dtype == "float32" else pairwise
+    options = ((), ("scale",), ("bias",), ("scale", "bias")), (None, (2, 1, 1, 7), (5, 7)), (False, True)
+    for names, where_shape, causal in combine(*options):
+        where = None if where_shape is None else draw_mask(rng, where_shape)
+        cases.append((names, where, causal))
+        operands.append(draw(rng, names, dtype))
+        cotangents.append(jnp.asarray(rng.standard_normal(SHAPE).astype(dtype)))
 
     @jax.jit
     def call(operands, cotangents):
@@ -102,7 +104,10 @@ def test_every_combination(op, dtype, rng):
 @every_op
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
-    """Positive and negative scales and zero; masked entries, in one row all entries, are infinite or NaN."""
+    """Positive and negative scales and zero; masked entries, in one row all entries, are infinite or NaN.
+
+    Every length with every option on a GPU, whose kernels differ by length; every two of them on the CPU.
+    """
     aligned = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 40000)
     unaligned = (5, 30, 61, 99, 197, 333, 577, 1001, 2047, 4095, 8191, 9001)
     shapes = [(20, columns) for columns in (*aligned, *unaligned)] + [(600, 577)]
@@ -110,7 +115,8 @@ def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
     shapes += [(beyond_few(columns, dtype), columns) for columns in (64, 256, 512, 1024, 2048, 4096)]
     shapes = shapes if on_gpu else [(20, 64), (99, 99), (20, 333)]
     cases, operands = [], []
-    for shape, scale, biased, causal in itertools.product(shapes, (0.6, -0.6, 0.0), (False, True), (False, True)):
+    combine = itertools.product if on_gpu else pairwise
+    for shape, scale, biased, causal in combine(shapes, (0.6, -0.6, 0.0), (False, True), (False, True)):
         mask = rng.random(shape) < 0.7
         mask[7] = False
         seen = mask & np.tril(np.ones_like(mask)) if causal else mask
@@ -144,15 +150,18 @@ def test_masks_of_rows_of_many_lengths(op, dtype, rng, on_gpu):
         assert_matches(got[1], gradient * scale, f"{what}, gradient", rounding, terms=terms * abs(scale))
 
 
+AXES = (-1, (-2, -1), 1, (1, 3))
+
+
 @every_op
 @pytest.mark.parametrize("dtypes", [("float32",) * 2, ("bfloat16", "float32"), ("float32", "bfloat16")], ids=str)
-@pytest.mark.parametrize("axis", [-1, (-2, -1), 1, (1, 3)], ids=str)
-def test_bias_gradient(op, axis, dtypes, rng):
-    """Each bias form, with and without the other options, along every kind of axes."""
-    cases = [
-        (shape, names, options) for shape in BIAS for names, options in ((("bias",), False), (("scale", "bias"), True))
-    ]
-    operands = [draw(rng, names, dtypes[0], shape, dtypes[1]) for shape, names, _ in cases]
+def test_bias_gradient(op, dtypes, rng):
+    """Each bias form along every kind of axes, with and without the other options; of other dtypes each of them."""
+    cases = pairwise(BIAS, AXES, (False, True))
+    if set(dtypes) != {"float32"}:
+        cases = [(shape, AXES[i % len(AXES)], i % 2 == 0) for i, shape in enumerate(BIAS)]
+    given = [("scale", "bias") if options else ("bias",) for *_, options in cases]
+    operands = [draw(rng, names, dtypes[0], shape, dtypes[1]) for (shape, *_), names in zip(cases, given, strict=True)]
     wheres = [draw_mask(rng, (2, 1, 1, 7)) if options else None for *_, options in cases]
     cotangents = [jnp.asarray(rng.standard_normal(SHAPE).astype(dtypes[0])) for _ in cases]
 
@@ -160,12 +169,14 @@ def test_bias_gradient(op, axis, dtypes, rng):
     def call(operands, cotangents):
         return [
             value_and_gradients(options_of(op, axis, where, options, names), xs, dy)
-            for (_, names, options), where, xs, dy in zip(cases, wheres, operands, cotangents, strict=True)
+            for (_, axis, options), names, where, xs, dy in zip(cases, given, wheres, operands, cotangents, strict=True)
         ]
 
     results = call(operands, cotangents)
-    for (shape, names, options), where, xs, dy, got in zip(cases, wheres, operands, cotangents, results, strict=True):
-        check(op, got, xs, dy, names, axis, where, options, f"bias {shape} of {names}")
+    for (shape, axis, options), names, where, xs, dy, got in zip(
+        cases, given, wheres, operands, cotangents, results, strict=True
+    ):
+        check(op, got, xs, dy, names, axis, where, options, f"bias {shape} of {names}, axis {axis}")
 
 
 @every_op
@@ -261,22 +272,30 @@ def test_long_rows_across(op, dtype, shape, rng):
     """A row over several blocks, with options and without."""
     x, scale = draw(rng, ("scale",), dtype=dtype, shape=shape)
     mask, cotangent = draw_mask(rng, (shape[1], 1)), jnp.asarray(rng.standard_normal(shape), dtype)
-    for where in (mask, None):
-        got = run(lambda x, s, m=where: OPS[op][0](x, 1, m, scale=s), x, scale, cotangent=cotangent)
-        check(op, got, (x, scale), cotangent, ("scale",), 1, where=where, what=f"where={where is not None}")
-    got = run(lambda x: OPS[op][0](x, 1), x, cotangent=cotangent)
-    check(op, got, (x,), cotangent, (), 1, what="no options")
+    cases = [(mask, ("scale",)), (None, ("scale",)), (None, ())]
+    results = jax.jit(
+        lambda dy, *xs: [
+            value_and_gradients(options_of(op, 1, where, False, names), xs[: 1 + len(names)], dy)
+            for where, names in cases
+        ]
+    )(cotangent, x, scale)
+    for (where, names), got in zip(cases, results, strict=True):
+        what = f"where={where is not None}, {names}"
+        check(op, got, (x, scale)[: 1 + len(names)], cotangent, names, 1, where=where, what=what)
 
 
 @every_op
 def test_many_rows(op, rng):
     """The bias gradient's sums over more rows than one chunk holds, in one group and in several."""
     forms = [((500, 3, 40), (40,)), ((500, 3, 40), (3, 40)), ((3, 700, 9), (3, 1, 9)), ((9, 9, 9, 65), (9, 1, 65))]
-    for shape, bias_shape in forms:
-        x, bias = draw(rng, ("bias",), bias_shape=bias_shape, shape=shape)
-        cotangent = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-        got = run(lambda x, b: OPS[op][0](x, bias=b), x, bias, cotangent=cotangent)
-        check(op, got, (x, bias), cotangent, ("bias",), what=f"{shape}, bias {bias_shape}")
+    operands = [draw(rng, ("bias",), bias_shape=bias_shape, shape=shape) for shape, bias_shape in forms]
+    cotangents = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape, _ in forms]
+    function = options_of(op, -1, None, False, ("bias",))
+    results = jax.jit(lambda operands, dys: [*map(functools.partial(value_and_gradients, function), operands, dys)])(
+        operands, cotangents
+    )
+    for form, xs, dy, got in zip(forms, operands, cotangents, results, strict=True):
+        check(op, got, xs, dy, ("bias",), what=f"x and bias {form}")
 
 
 # --- values in masked entries ---
@@ -294,10 +313,16 @@ def test_masked_entries_may_hold_anything(op, axis, rng):
     cotangent = rng.standard_normal(SHAPE).astype(np.float32)
     anything = np.resize(np.array([NAN, INF, -INF, 1e38], np.float32), SHAPE)
     dirty = [jnp.asarray(np.where(visible, values, anything)) for values in (x, bias, cotangent)]
-    for names in (("scale", "bias"), ("bias",), ("scale",), ()):
-        given = dict(zip(("scale", "bias"), (jnp.asarray(scale), dirty[1]), strict=True))
+    cases = (("scale", "bias"), ("bias",), ("scale",), ())
+    given = {"scale": jnp.asarray(scale), "bias": dirty[1]}
+    results = jax.jit(
+        lambda x, given, dy: [
+            value_and_gradients(options_of(op, axis, mask, True, names), (x, *(given[name] for name in names)), dy)
+            for names in cases
+        ]
+    )(dirty[0], given, dirty[2])
+    for names, got in zip(cases, results, strict=True):
         operands = dirty[0], *(given[name] for name in names)
-        got = run(options_of(op, axis, mask, True, names), *operands, cotangent=dirty[2])
         check(op, got, operands, dirty[2], names, axis, mask, True, f"{names}")
         np.testing.assert_array_equal(np.asarray(got[0])[~visible], OPS[op][2])
         np.testing.assert_array_equal(np.asarray(got[1])[~visible], 0)
@@ -330,13 +355,12 @@ def mapped_operands(rng, mapped, axes):
 
 
 @every_op
-@pytest.mark.parametrize("where_mapped_axis_is", [0, "last"])
-def test_vmap(op, where_mapped_axis_is, rng):
-    """Any operands mapped, along any axis: as a loop, values and gradients, in as many launches."""
-    last = where_mapped_axis_is == "last"
-    axes = {"x": 3 if last else 0, "scale": 0, "bias": 2 if last else 0, "where": 3 if last else 0}
+def test_vmap(op, rng):
+    """Any operands mapped, along the first axis or another: as a loop, values and gradients, in as many launches."""
+    every_name = ("x", "scale", "bias", "where")
     dy = jnp.asarray(rng.standard_normal((3, 5, 7)), jnp.float32)
 
+    @jax.jit
     def both(x, scale, bias, where):
         varying = value_and_gradients(
             lambda *v: OPS[op][0](v[0], -1, where, scale=v[1], bias=v[2]), (x, scale, bias), dy
@@ -346,20 +370,21 @@ def test_vmap(op, where_mapped_axis_is, rng):
         )
         return *varying, *fixed
 
-    for count in range(1, 5):
-        for mapped in itertools.combinations(("x", "scale", "bias", "where"), count):
-            operands, in_axes = mapped_operands(rng, mapped, axes)
-            batched = jax.vmap(both, in_axes)
-            got = jax.jit(batched)(*operands)
-            single = [
-                [x if a is None else jnp.take(x, i, a) for x, a in zip(operands, in_axes, strict=True)]
-                for i in range(4)
-            ]
-            one = jax.jit(both)
-            for i in range(4):
-                for value, wanted in zip(got, one(*single[i]), strict=True):
-                    np.testing.assert_allclose(value[i], wanted, rtol=2e-5, atol=2e-5, err_msg=str(mapped))
-            assert contract.count_launches(batched, *operands) == contract.count_launches(both, *single[0]) == 4
+    launches = contract.count_launches(both, *mapped_operands(rng, (), {})[0])
+    assert launches == 4
+    sets = [mapped for count in range(1, 5) for mapped in itertools.combinations(every_name, count)]
+    cases = [(mapped, i % 2) for i, mapped in enumerate(sets)] + [(sets[-1], 1)]
+    for mapped, last in cases:
+        axes = {"x": 3 * last, "scale": 0, "bias": 2 * last, "where": 3 * last}
+        operands, in_axes = mapped_operands(rng, mapped, axes)
+        batched = jax.vmap(both, in_axes)
+        traced = jax.jit(batched).trace(*operands)
+        got = traced.lower().compile()(*operands)
+        for i in range(4):
+            single = [x if a is None else jnp.take(x, i, a) for x, a in zip(operands, in_axes, strict=True)]
+            for value, wanted in zip(got, both(*single), strict=True):
+                np.testing.assert_allclose(value[i], wanted, rtol=2e-5, atol=2e-5, err_msg=f"{mapped}, {axes}")
+        assert contract.count_launches_of(traced.jaxpr) == launches
 
 
 @every_op
@@ -392,8 +417,7 @@ def test_nested_vmap_and_gradient_of_vmap(op, rng):
 
 
 @every_op
-@pytest.mark.parametrize("transform", ["scan", "remat", "cond"])
-def test_control_flow(op, transform, rng):
+def test_control_flow(op, rng):
     x, scale, bias = draw(rng, ("scale", "bias"))
     where = jnp.asarray(draw_mask(rng, (2, 1, 1, 7))).at[..., 0].set(True)
     weights = jnp.asarray(rng.standard_normal(SHAPE), jnp.float32)
@@ -403,17 +427,25 @@ def test_control_flow(op, transform, rng):
         return jnp.where(y > -INF, y, 0)
 
     twice = {
+        "none": lambda x, s, b: step(step(x, s, b), s, 2 * b),
         "scan": lambda x, s, b: jax.lax.scan(lambda c, b: (step(c, s, b), None), x, jnp.stack([b, 2 * b]))[0],
         "remat": lambda x, s, b: jax.checkpoint(step)(jax.checkpoint(step)(x, s, b), s, 2 * b),
         "cond": lambda x, s, b: step(jax.lax.cond(x[0, 0, 0, 0] < 1e9, step, lambda c, s, b: c, x, s, b), s, 2 * b),
-    }[transform]
+    }
 
-    def gradients(function):
-        return jax.jit(jax.grad(lambda *xs: jnp.sum(weights * function(*xs)), (0, 1, 2)))(x, scale, bias)
+    @jax.jit
+    def gradients(*operands):
+        return {
+            name: jax.grad(lambda *xs, function=function: jnp.sum(weights * function(*xs)), (0, 1, 2))(*operands)
+            for name, function in twice.items()
+        }
 
-    wanted = gradients(lambda x, s, b: step(step(x, s, b), s, 2 * b))
-    for got, target in zip(gradients(twice), wanted, strict=True):
-        np.testing.assert_allclose(got, target, rtol=1e-4, atol=1e-5 * float(jnp.abs(target).max()))
+    found = gradients(x, scale, bias)
+    wanted = found.pop("none")
+    for name, results in found.items():
+        for got, target in zip(results, wanted, strict=True):
+            atol = 1e-5 * float(jnp.abs(target).max())
+            np.testing.assert_allclose(got, target, rtol=1e-4, atol=atol, err_msg=name)
 
 
 # --- only wanted results are computed ---

@@ -80,42 +80,49 @@ def check_jit(case: OpCase, rng, shape):
     np.testing.assert_array_equal(case.ours(*operands), jax.jit(case.ours)(*operands))
 
 
-def check_vmap(case: OpCase, rng, shape, mapped, axis):
-    """vmap over `axis`, for the operands numbered `mapped`, equals a loop, for values and gradients; one launch."""
+def check_vmap(case: OpCase, rng, shape, ways):
+    """vmap equals a loop, for values and gradients; one launch.
+
+    ways: pairs, the numbers of the mapped operands and the mapped axis.
+    """
     operands, cotangent = draw(case, rng, shape, "float32")
     size = 3
     draws = [case.operands(rng, shape, np.dtype("float32")) for _ in range(size)]
-    in_axes = [axis % (x.ndim + 1) if i in mapped else None for i, x in enumerate(operands)]
-    for i, position in enumerate(in_axes):
-        if position is not None:
-            operands[i] = jnp.stack([jnp.asarray(values[i]) for values in draws], position)
 
+    @jax.jit
     def run(*xs):
         return value_and_gradients(case.ours, xs, jnp.asarray(cotangent))
 
-    got = jax.vmap(run, in_axes)(*operands)
-    for j in range(size):
-        picked = [x if a is None else jnp.take(x, j, a) for x, a in zip(operands, in_axes, strict=True)]
-        for value, wanted in zip(got, run(*picked), strict=True):
-            np.testing.assert_allclose(value[j], wanted, rtol=2e-5, atol=2e-5 * float(jnp.max(jnp.abs(wanted))))
-    single = [x if a is None else jnp.take(x, 0, a) for x, a in zip(operands, in_axes, strict=True)]
-    launches = count_launches(run, *single)
+    launches = count_launches(run, *operands)
     assert launches > 0
-    assert count_launches(jax.vmap(run, in_axes), *operands) == launches, "vmap changed the number of launches"
+    for mapped, axis in ways:
+        in_axes = [axis % (x.ndim + 1) if i in mapped else None for i, x in enumerate(operands)]
+        given = [
+            x if a is None else jnp.stack([jnp.asarray(values[i]) for values in draws], a)
+            for i, (x, a) in enumerate(zip(operands, in_axes, strict=True))
+        ]
+        traced = jax.jit(jax.vmap(run, in_axes)).trace(*given)
+        assert count_launches_of(traced.jaxpr) == launches, "vmap changed the number of launches"
+        got = traced.lower().compile()(*given)
+        for j in range(size):
+            picked = [x if a is None else jnp.take(x, j, a) for x, a in zip(given, in_axes, strict=True)]
+            for value, wanted in zip(got, run(*picked), strict=True):
+                atol = 2e-5 * float(jnp.max(jnp.abs(wanted)))
+                np.testing.assert_allclose(value[j], wanted, rtol=2e-5, atol=atol, err_msg=f"{mapped}, axis {axis}")
 
 
 def count_launches(function, *operands) -> int:
-    """How many kernels a function binds, loops not entered."""
+    """How many kernels a function binds."""
+    return count_launches_of(jax.make_jaxpr(function)(*operands))
 
-    def count(jaxpr):
-        total = 0
-        for equation in jaxpr.eqns:
-            assert equation.primitive.name not in ("while", "scan"), "a kernel runs in a loop"
-            total += equation.primitive.name.startswith("jaxops_")
-            for value in equation.params.values():
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    total += count(inner)
-        return total
 
-    return count(jax.make_jaxpr(function)(*operands).jaxpr)
+def count_launches_of(jaxpr) -> int:
+    """How many kernels a traced function binds. A loop fails."""
+    total = 0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        assert equation.primitive.name not in ("while", "scan"), "a kernel runs in a loop"
+        total += equation.primitive.name.startswith("jaxops_")
+        for value in equation.params.values():
+            if hasattr(getattr(value, "jaxpr", value), "eqns"):
+                total += count_launches_of(value)
+    return total

@@ -42,10 +42,37 @@ def exact_loss(
     return jnp.where(counted, loss, 0)
 
 
-def exact(x, labels, cotangent, where=None, **options) -> tuple[np.ndarray, np.ndarray]:
-    """The loss and the gradient for its product with `cotangent`, in float64 on the CPU."""
-    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wide = jnp.asarray(np.asarray(x).astype(np.float64))
-        cotangent = jnp.asarray(np.asarray(cotangent).astype(np.float64))
-        value, pullback = jax.vjp(lambda x: exact_loss(x, np.asarray(labels), where, **options), wide)
-        return np.asarray(value), np.asarray(pullback(cotangent)[0])
+def exact(
+    x,
+    labels,
+    cotangent,
+    where=None,
+    *,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    logits_soft_cap=None,
+    ignore_index=None,
+    lse=False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The loss, or the logsumexp, and the gradient for its product with `cotangent`, in numpy on float64."""
+    x, labels = np.asarray(x).astype(np.float64), np.asarray(labels)
+    cap = 1.0 if logits_soft_cap is None else logits_soft_cap
+    z, slope = (x, 1.0) if logits_soft_cap is None else (cap * np.tanh(x / cap), 1 - np.tanh(x / cap) ** 2)
+    visible = np.broadcast_to(True if where is None else where, x.shape)
+    some = visible.any(-1, keepdims=True)
+    counted = visible | ~some  # a row without visible columns has a loss of zero
+    largest = np.max(z, -1, keepdims=True, where=counted, initial=-np.inf)
+    exponentials = np.where(counted, np.exp(np.where(counted, z - largest, 0)), 0)
+    total = exponentials.sum(-1, keepdims=True)
+    logsumexp, weights = (largest + np.log(total))[..., 0], exponentials / total
+    cotangent = np.asarray(cotangent).astype(np.float64)
+    if lse:
+        return logsumexp, weights * slope * cotangent[..., None]
+    one_hot = np.arange(x.shape[-1]) == (labels % x.shape[-1])[..., None]
+    share = visible / np.maximum(visible.sum(-1, keepdims=True), 1)
+    kept = (some[..., 0] & (labels != ignore_index)) if ignore_index is not None else some[..., 0]
+    loss = logsumexp - (1 - label_smoothing) * z[one_hot].reshape(labels.shape) + z_loss * logsumexp**2
+    loss = loss - label_smoothing * (share * np.where(visible, z, 0)).sum(-1)
+    gradient = weights * (1 + 2 * z_loss * logsumexp)[..., None]
+    gradient = gradient - (1 - label_smoothing) * one_hot - label_smoothing * share
+    return np.where(kept, loss, 0), gradient * slope * np.where(kept, cotangent, 0)[..., None]

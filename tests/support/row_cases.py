@@ -23,9 +23,13 @@ COLUMNS = sorted(
 )
 
 
-def lengths(on_gpu: bool) -> list[int]:
-    """COLUMNS on a GPU, fewer on the CPU, whose loops have no capacities."""
-    return COLUMNS if on_gpu else COLUMNS[::4]
+#: The part of the cases that the CPU gets in each dtype.
+_SHARES = {"float32": slice(None), "bfloat16": slice(0, None, 2), "float64": slice(1, None, 2)}
+
+
+def lengths(on_gpu: bool, dtype="float32") -> list[int]:
+    """COLUMNS on a GPU, fewer on the CPU, whose loops have no capacities and are the same for all dtypes."""
+    return COLUMNS if on_gpu else COLUMNS[::4][_SHARES[dtype]]
 
 
 #: Fewer, for tools that make a call slow: for aligned rows each capacity, for unaligned rows the longest row in each of
@@ -66,9 +70,9 @@ _ANYWHERE += [(1, 300, 1200)]  # on the CPU threads share the columns if rows li
 STRIDED = _AT_CAPACITIES + _ANYWHERE
 
 
-def strided(on_gpu: bool) -> list[tuple[int, int, int]]:
+def strided(on_gpu: bool, dtype="float32") -> list[tuple[int, int, int]]:
     """STRIDED on a GPU, fewer on the CPU."""
-    return STRIDED if on_gpu else _AT_CAPACITIES[::3] + _ANYWHERE
+    return STRIDED if on_gpu else (_AT_CAPACITIES[::3] + _ANYWHERE)[_SHARES[dtype]]
 
 
 #: One shape for each placement of such rows.
