@@ -153,7 +153,8 @@ def test_rows_whose_biases_are_all_huge(dtype, depth, options, rng):
     case = draw(rng, (2, 70, 70, 4, 2, depth), dtype, bias=(2, 4, 70, 70), **options)
     if dtype != "float16":
         case.arrays["bias"][:, :, 1::4] = np.where(rng.random((2, 4, 18, 70)) < 0.5, -1e9, -2e9)
-    case.arrays["bias"][:, :, 3::4] = jnp.finfo(dtype).min
+    if dtype != "bfloat16":  # whose lowest numbers hide a key on a GPU, as -inf does
+        case.arrays["bias"][:, :, 3::4] = jnp.finfo(dtype).min
     cotangent = rng.standard_normal((2, 70, 4, depth)).astype(dtype)
     wide = dataclasses.replace(case, arrays={name: x.astype(np.float32) for name, x in case.arrays.items()})
     got = jax.jit(functools.partial(value_and_gradients, case, attend))(cotangent)

@@ -15,8 +15,8 @@ constexpr int QueriesAtOnce(int tile_depth) { return tile_depth == 64 ? 128 : 64
 inline constexpr int kPartFloats = 64 * 64;  // dQ elements per warpgroup
 
 struct BackwardSums {
-  // [batches, heads, blocks, 2, block size]: lse log2 e, or the maximum if lse comes in parts, and inf if the query
-  // sees nothing; and delta = <out, dout> - dlse.
+  // [batches, heads, blocks, 2, block size]: lse log2 e, or lse's first part, and inf if the query sees nothing; and
+  // delta = <out, dout> - dlse.
   float* statistics;
   float* dq;               // [batches, heads, blocks, 2, kPartFloats], in the warpgroups' fragment order
   int32_t* turns;          // [batches, heads, blocks, 2]: how many key blocks have been added; 0 at first

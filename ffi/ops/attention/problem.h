@@ -35,7 +35,8 @@ struct Problem {
   bool joint;             // q, k and v are one tensor [batches, queries, heads, 3, depth], and so are their gradients
   void* out;              // [batches, queries, heads, depth]
   float* lse;             // [batches, heads, queries]: log of the sum of a row's exponentials; -inf if it sees nothing
-  // As lse, or null: its parts, in units of log 2. Beside a maximum of -1e9, lse has lost the sum's logarithm.
+  // As lse, or null: two parts of it, in units of log 2. Beside a maximum of -1e9, lse has lost the sum's logarithm. If
+  // the maximum is not huge, the first part is lse and the second is 0.
   float *maximum, *log_sum;
   float scale, soft_cap;  // soft_cap: 0 without one
   int left, right;        // query i sees the keys j with i - left <= j <= i + right

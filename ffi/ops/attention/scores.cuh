@@ -10,6 +10,9 @@
 
 namespace jaxops::attention {
 
+// A maximum beyond which lse is kept in two parts, in units of log 2. Up to here their sum is off by 2^-14 at most.
+inline constexpr float kHugeMaximum = 1024;
+
 // A row's results from its maximum score, in units of log 2, its sum of exp2(score - maximum), and its sink.
 struct RowResult {
   float inverse, lse;      // inverse: the factor for the summed products; 0 if the row sees nothing
@@ -26,7 +29,10 @@ struct RowResult {
   // row: its number in [batches, heads, queries]; seeing: false if the row is beyond the queries' length.
   __device__ void Store(const Problem& p, int64_t row, bool seeing) const {
     p.lse[row] = seeing ? lse : -kInfinity;
-    if (p.maximum) p.maximum[row] = maximum, p.log_sum[row] = log_sum;
+    if (!p.maximum) return;
+    const bool is_huge = fabsf(maximum) > kHugeMaximum;
+    p.maximum[row] = is_huge ? maximum : maximum + log_sum;
+    p.log_sum[row] = is_huge ? log_sum : 0;
   }
 };
 
@@ -74,12 +80,10 @@ struct RowState {
 // tanh(x) to 2^-21 absolutely.
 __device__ __forceinline__ float Tanh(float x) { return 1 - __fdividef(2, 1 + Exp2(x * (2 * kLog2E))); }
 
-// A score, in units of log 2, plus a bias. A finite bias does not hide the key, as -inf does: in these units it stays
-// above float's lowest number.
+// A score, in units of log 2, plus a bias. Biases below -2.36e38 hide a key, as -inf does.
 template <class T>
 __device__ __forceinline__ float AddBias(float score, T bias) {
-  const float wide = static_cast<float>(bias), sum = fmaf(wide, kLog2E, score);
-  return sum == -kInfinity && wide != -kInfinity ? -3e38f : sum;
+  return fmaf(static_cast<float>(bias), kLog2E, score);
 }
 
 // Where shared memory holds the part of a bias or a mask that belongs to the scores; 0: it is read from global memory.
@@ -190,17 +194,22 @@ struct GeneralScores {
                                                const float (&lse)[2], const float (&delta)[2], int key,
                                                bool masked) const {
     Finish(scores, key, masked);
-    float log_sum[2] = {};  // if lse is the maximum alone; beside it, a sum of both would lose it
-    if (p.maximum) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        log_sum[h] = p.log_sum[(int64_t{batch} * p.heads + heads[h]) * p.queries + min(queries[h], p.queries - 1)];
+    for (int i = 0; i < kKeys / 2; ++i) scores[i] -= lse[i / 2 % 2];
+    if (p.maximum && fmaxf(fabsf(lse[0]), fabsf(lse[1])) > kHugeMaximum) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (fabsf(lse[h]) <= kHugeMaximum) continue;
+        const int64_t row = (int64_t{batch} * p.heads + heads[h]) * p.queries + min(queries[h], p.queries - 1);
+        const float log_sum = p.log_sum[row];
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) scores[i / 2 * 4 + 2 * h + i % 2] -= log_sum;
+      }
     }
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       // Hidden elements are 0, whatever the values are.
-      const float of_row = lse[i / 2 % 2];
-      const float probability = of_row == kInfinity ? 0 : Exp2(scores[i] - of_row - log_sum[i / 2 % 2]);
+      const float probability = lse[i / 2 % 2] == kInfinity ? 0 : Exp2(scores[i]);
       dscores[i] = probability == 0 ? 0 : probability * (dscores[i] - delta[i / 2 % 2]);
     }
   }
@@ -254,8 +263,7 @@ struct GeneralGradients {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       float *const s = scores + part * kPart, *const ds = dscores + part * kPart;
-#pragma unroll
-      for (int i = 0; i < kPart; ++i) ds[i] -= LoadShared<float>(At(delta, part, i));
+      Subtract(ds, delta, part);
       if (p.soft_cap != 0) {
 #pragma unroll
         for (int i = 0; i < kPart; ++i) ds[i] *= Derivative(s[i]);
@@ -317,7 +325,18 @@ struct GeneralGradients {
   }
   // A part's score i belongs to the thread's query QueryOf(part, i).
   static __device__ __forceinline__ int QueryOf(int part, int i) { return part * (kPart * 2) + i / 4 * 8 + i % 2; }
-  static __device__ __forceinline__ uint32_t At(uint32_t row, int part, int i) { return row + QueryOf(part, i) * 4; }
+  // Subtracts the queries' numbers at an address from a part's scores; the largest size of a number.
+  static __device__ __forceinline__ float Subtract(float* scores, uint32_t row, int part) {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < kPart; i += 4) {  // two queries and two keys
+      const float2 two = LoadShared<float2>(row + QueryOf(part, i) * 4);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[i + e] -= e % 2 ? two.y : two.x;
+      largest = fmaxf(largest, fmaxf(fabsf(two.x), fabsf(two.y)));
+    }
+    return largest;
+  }
   // The soft cap's part.
   __device__ __forceinline__ float Derivative(float score) const {
     const float bounded = Tanh(score * (p.scale / p.soft_cap));
@@ -385,12 +404,12 @@ struct GeneralGradients {
         if (queries[min(query + QueryOf(part, i), p.queries - 1)] != masks.own_segments[i / 2 % 2])
           scores[i] = -kInfinity;
     }
-#pragma unroll
-    for (int i = 0; i < kPart; ++i) scores[i] -= LoadShared<float>(At(lse, part, i));
-    if (p.maximum) {  // lse is the maximum alone
+    if (Subtract(scores, lse, part) > kHugeMaximum && p.maximum) {
       const float* const log_sums = p.log_sum + (int64_t{batch} * p.heads + head) * p.queries;
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) scores[i] -= log_sums[min(query + QueryOf(part, i), p.queries - 1)];
+      for (int i = 0; i < kPart; ++i)
+        if (fabsf(LoadShared<float>(lse + QueryOf(part, i) * 4)) > kHugeMaximum)
+          scores[i] -= log_sums[min(query + QueryOf(part, i), p.queries - 1)];
     }
 #pragma unroll
     for (int i = 0; i < kPart; ++i) scores[i] = Exp2(scores[i]);
