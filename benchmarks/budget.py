@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,19 @@ KINDS = {
     "copies and fills": r"(?i)memcpy|memset|copy",
     "elementwise": r"",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(harness.Row):
+    """ours: microseconds of a step in kernels of this kind, which `direction` names. ceiling: the least microseconds.
+
+    contender: whose step. kernels: how many run.
+    """
+
+    KEY: ClassVar = (*harness.Row.KEY, "contender")
+
+    contender: str
+    kernels: int
 
 
 class Event(NamedTuple):
@@ -170,6 +183,21 @@ def _show(case: models.Case, name: str, budget: Budget, floor: dict[str, float],
     def add(kind: str, taken: float, count: str, least: float | None) -> None:
         rest = ["", ""] if least is None else [f"{least:.0f}", f"{taken - least:.0f}"]
         shown.add_row(kind, f"{taken:.0f}", count, *rest)
+        row = Row.of(
+            op="budget",
+            direction=kind,
+            shape=case.label,
+            dtype="bfloat16",
+            ours=taken,
+            xla=None,
+            unit="us",
+            ceiling=least,
+            ratio=None,
+            timing="JAX's profiler",
+            contender=name,
+            kernels=int(count or 0),
+        )
+        harness.record(settings.results / "budget.csv", row)
 
     for kind, events in budget.kinds().items():
         if events:

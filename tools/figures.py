@@ -309,6 +309,22 @@ def train() -> str:
     return table(heading, lines) + "\n" + source("train", found)
 
 
+def budget() -> str:
+    """Where a training step's time goes, by kind of kernel."""
+    found = read("budget")
+    if not found:
+        return "*Not measured yet.*"
+    tables = []
+    for shape, contender in dict.fromkeys((row["shape"], row["contender"]) for row in found):
+        some = select(found, shape=shape, contender=contender)
+        lines = [
+            [row["direction"], f"{float(row['ours']):.0f}", row["kernels"], f"{float(row['ceiling']):.0f}"]
+            for row in some
+        ]
+        tables.append(f"{shape}, {contender}:\n\n" + table(["", "us", "kernels", "least us"], lines))
+    return "\n\n".join(tables) + "\n" + source("budget", found)
+
+
 def scaling() -> str:
     """Training steps on several devices."""
     found = read("scaling")
@@ -349,7 +365,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         *(rows, rows_full_size, rows_few, rows_random),
-        *(matmul, matmul_f32, matmul_random, calls, attention, loss, train, scaling, cpu),
+        *(matmul, matmul_f32, matmul_random, calls, attention, loss, train, budget, scaling, cpu),
     )
 }
 
