@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -156,6 +157,51 @@ def _of_penzai(dtype: Any) -> tuple[_Loss, Any]:
     return loss, values
 
 
+def _of_gemma(dtype: Any) -> tuple[_Loss, Any]:
+    from gemma import gm
+    from gemma.gm.nn import config
+
+    sizes = config.TransformerConfig(
+        num_embed=VOCABULARY,
+        embed_dim=WIDTH,
+        hidden_dim=HIDDEN,
+        num_heads=HEADS,
+        head_dim=WIDTH // HEADS,
+        num_kv_heads=HEADS // 2,
+        final_logit_softcap=None,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        attention_types=(gm.nn.AttentionType.GLOBAL,) * LAYERS,
+        use_qk_norm=True,
+    )
+    model = gm.nn.Transformer(config=sizes, dtype=dtype, tokens="tokens")
+    parameters = jax.tree.map(lambda x: x.astype(dtype), model.init(jax.random.key(0), tokens=_tokens()))
+    return lambda p, tokens: next_token_loss(model.apply(p, tokens=tokens).logits, tokens), parameters
+
+
+def _of_keras(dtype: Any) -> tuple[_Loss, Any]:
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    keras.config.set_floatx(jnp.dtype(dtype).name)
+    tokens = keras.Input((TOKENS,), dtype="int32")
+    x = keras.layers.Embedding(VOCABULARY, WIDTH)(tokens)
+    for _ in range(LAYERS):
+        h = keras.layers.LayerNormalization()(x)
+        attention = keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS)
+        x = x + attention(h, h, use_causal_mask=True)
+        h = keras.layers.RMSNormalization()(x)
+        x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(HIDDEN, activation="gelu")(h))
+    model = keras.Model(tokens, keras.layers.Dense(VOCABULARY)(keras.layers.LayerNormalization()(x)))
+    parameters = [variable.value for variable in model.trainable_variables]
+
+    def loss(parameters, tokens):
+        logits, _ = model.stateless_call(parameters, [v.value for v in model.non_trainable_variables], tokens)
+        return next_token_loss(logits, tokens)
+
+    return loss, parameters
+
+
 MODELS = {
     "transformers' Flax Llama": Model("transformers", _of_transformers("Llama", **_SIZES)),
     "transformers' Flax Gemma": Model(
@@ -169,6 +215,8 @@ MODELS = {
     "equinox": Model("equinox", _of_equinox),
     "haiku": Model("dm-haiku", _of_haiku),
     "penzai": Model("penzai", _of_penzai),
+    "gemma": Model("gemma", _of_gemma),
+    "keras": Model("keras", _of_keras),
 }
 
 #: How many products of matrices each op has.

@@ -196,6 +196,14 @@ def layer_scale_and_root_first(x, scale, bias):
     return root * (x - mean) + bias
 
 
+@spelling(ROWS, PARAMETERS, PARAMETERS, layer_norm=1)
+def layer_as_a_line(x, scale, bias):
+    """As Keras': the root is used twice."""
+    mean = jnp.mean(x, -1, keepdims=True)
+    slope = lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5) * scale
+    return x * slope + (-mean * slope + bias)
+
+
 @spelling(ROWS, layer_norm=1)
 def layer_standardized(x):
     return jax.nn.standardize(x, epsilon=1e-5)
@@ -1102,6 +1110,18 @@ def norm_mean_without_gradient(x):
 def norm_mean_clipped(x):
     centred = x - jnp.maximum(jnp.mean(x, -1, keepdims=True), 0)
     return centred * lax.rsqrt(mean_square(centred) + 1e-6)
+
+
+@deception("layer_norm rms_norm", ROWS, PARAMETERS)
+def norm_as_a_line_with_another_slope(x, scale):
+    mean, root = jnp.mean(x, -1, keepdims=True), lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
+    return x * (root * scale) - mean * root
+
+
+@deception("layer_norm rms_norm", ROWS)
+def norm_whose_root_is_used_elsewhere(x):
+    mean, root = jnp.mean(x, -1, keepdims=True), lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
+    return (x * root - mean * root) * (1 + 0.1 * root)
 
 
 @deception("layer_norm rms_norm", SQUARE)

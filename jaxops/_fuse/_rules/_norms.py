@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import jaxops
 from jaxops import _arguments as arguments
 from jaxops._fuse import _arithmetic as numerics
-from jaxops._fuse._cone import Cone, Refusal, core, onward, squared, stripped, untransposed
+from jaxops._fuse._cone import Cone, Refusal, core, ends, onward, squared, stripped, untransposed
 from jaxops._fuse._graph import Node, Value
 from jaxops._fuse._match import Match, Search
 
@@ -90,8 +90,10 @@ def find(search: Search, node: Node) -> Match | None:
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise Refusal(f"its epsilon is {epsilon}")
     refusal = Refusal("what follows the root is no norm that jaxops has")
-    ends = [value for value in onward(search.graph, Value(node, 0)) if value.is_float]
-    for end in reversed(ends):
+    root = Value(node, 0)
+    # The root may be used twice, as in x inv + (offset - mean inv).
+    last = {value for follow in (onward, ends) for value in follow(search.graph, root) if value.is_float}
+    for end in sorted(last, key=lambda value: -value.node.index):
         for x, kind in _inputs(squares):
             if end.shape != x.shape and sorted(end.shape) != sorted(x.shape):
                 continue
