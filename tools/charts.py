@@ -134,7 +134,7 @@ def draw_bars(rows: Sequence[dict[str, str]]) -> bytes | None:
         axes.set_ylim(-len(shapes) + 0.4, 0.6)
         axes.set_title(f"{direction}, {rows[0]['unit']}", fontsize="medium")
         axes.grid(alpha=0.3, axis="x")
-    panels[-1].legend(fontsize="small", loc="lower right")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize="small")
     return _svg(figure, rows)
 
 
