@@ -114,7 +114,7 @@ def draw_bars(rows: Sequence[dict[str, str]]) -> bytes | None:
     """Rates by shape, forward and backward side by side; of one device."""
 
     def order(shape):  # single products, batches, other layouts; each by size
-        return " of " in shape, shape[-1].isalpha(), math.prod(map(int, re.findall(r"\d+", shape)))
+        return " of " in shape, shape[-1].isalpha(), math.prod(map(int, re.findall(r"\d+", shape))), shape
 
     rows = _of_one_device(rows)
     shapes = sorted({row["shape"] for row in rows}, key=order)
