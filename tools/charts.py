@@ -19,6 +19,7 @@ from matplotlib.lines import Line2D
 GRAY = "#7f7f7f"
 matplotlib.rcParams.update({"svg.hashsalt": "jaxops", "svg.fonttype": "none", "font.family": "sans-serif"})
 matplotlib.rcParams.update({"savefig.transparent": True, "legend.framealpha": 0})
+matplotlib.rcParams.update({"grid.color": GRAY, "grid.alpha": 0.25})
 matplotlib.rcParams.update(
     dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"), GRAY
@@ -55,7 +56,7 @@ def _svg(figure: Figure, rows: Sequence[dict[str, str]]) -> bytes:
     said = {name: sorted({row[name] for row in rows}) for name in ("device", "jax", "date")}
     dates = dict.fromkeys(said["date"][end][:10] for end in (0, -1))
     caption = f"{', '.join(said['device'])}, jax {', '.join(said['jax'])}, measured {' to '.join(dates)}"
-    figure.supxlabel(caption, fontsize="small")
+    figure.supxlabel(caption, x=0.01, ha="left", fontsize="small")  # a phone shows the left half first
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
@@ -96,12 +97,12 @@ def draw_rows(rows: Sequence[dict[str, str]]) -> bytes | None:
             axes.set_title(f"{shown[0][1]['op'] if shown else ''} {direction}, {dtype}", fontsize="medium")
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.0f}")
-            axes.grid(alpha=0.3)
+            axes.grid()
     panels[0][0].set_ylim(bottom=0)
     handles, labels = panels[0][0].get_legend_handles_labels()
     hollow = Line2D([], [], color=GRAY, marker="o", markersize=4, linestyle="", fillstyle="none")
     handles, labels = [*handles, hollow], [*labels, "rows that are no multiple of 8 elements"]
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize="small")
+    figure.legend(handles, labels, loc="outside upper left", ncols=4, fontsize="small")
     for axes in panels[-1]:
         axes.set_xlabel("columns")
     for axes in panels[:, 0]:
@@ -113,7 +114,7 @@ def draw_bars(rows: Sequence[dict[str, str]]) -> bytes | None:
     """Rates by shape, forward and backward side by side; of one device."""
 
     def order(shape):  # single products, batches, other layouts; each by size
-        return " of " in shape, shape[-1].isalpha(), math.prod(map(int, re.findall(r"\d+", shape)))
+        return " of " in shape, shape[-1].isalpha(), math.prod(map(int, re.findall(r"\d+", shape))), shape
 
     rows = _of_one_device(rows)
     shapes = sorted({row["shape"] for row in rows}, key=order)
@@ -133,8 +134,8 @@ def draw_bars(rows: Sequence[dict[str, str]]) -> bytes | None:
         axes.set_yticks([-i for i in range(len(shapes))], labels, fontsize="small")
         axes.set_ylim(-len(shapes) + 0.4, 0.6)
         axes.set_title(f"{direction}, {rows[0]['unit']}", fontsize="medium")
-        axes.grid(alpha=0.3, axis="x")
-    panels[-1].legend(fontsize="small", loc="lower right")
+        axes.grid(axis="x")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=2, fontsize="small")
     return _svg(figure, rows)
 
 

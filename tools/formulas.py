@@ -11,12 +11,16 @@ import latex2mathml.converter
 #: As pymdownx.arithmatex leaves them.
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
+#: A word below a symbol, such as `w_{gate}`; its letters are no product of variables.
+WORD = re.compile(r"_\{([A-Za-z]{2,})\}")
+
 
 def on_page_content(content: str, **_: Any) -> str:
     """The page with its formulas as MathML; mkdocs calls this."""
 
     def convert(found: re.Match[str]) -> str:
         display = "block" if found[1] == "div" else "inline"
-        return latex2mathml.converter.convert(html.unescape(found[2]), display=display)
+        formula = WORD.sub(r"_{\\mathrm{\1}}", html.unescape(found[2]))
+        return latex2mathml.converter.convert(formula, display=display)
 
     return FORMULA.sub(convert, content)

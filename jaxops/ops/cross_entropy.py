@@ -171,7 +171,7 @@ def softmax_cross_entropy_with_integer_labels(
     A token's loss is
     :math:`\mathrm{lse} - (1 - \epsilon) z_{label} - \epsilon\,\mathrm{mean}(z) + \zeta\,\mathrm{lse}^2`, where
     :math:`\mathrm{lse} = \log \sum_j e^{z_j}`, :math:`\epsilon` is the label smoothing, and :math:`\zeta` is the z-loss
-    factor. With a soft cap c the logits are :math:`z = c \tanh(x / c)`, else :math:`z = x`. Without keyword arguments
+    factor. With a soft cap c the logits are :math:`z = c\,\tanh(x / c)`, else :math:`z = x`. Without keyword arguments
     the function is a drop-in for :func:`optax.softmax_cross_entropy_with_integer_labels`, except that the loss is
     computed and returned in f32 (f64 for f64).
 

@@ -239,7 +239,7 @@ def dot_general(
       rhs_scale: scalar that multiplies `rhs`.
 
     Returns:
-      The contraction: batch axes first, then lhs's free axes, then rhs's free axes.
+      The contraction, with batch axes first, then lhs's free axes, then rhs's free axes.
 
     Raises:
       TypeError, ValueError: axes do not exist or do not match, as in jax.lax.dot_general; a scale is not a scalar.

@@ -2,9 +2,11 @@
 
 import ast
 import csv
+import functools
 import importlib.util
 import re
 import shlex
+import types
 from unittest import mock
 
 import pytest
@@ -86,6 +88,26 @@ def test_formulas():
     got = tool("formulas").on_page_content(page)
     assert "arithmatex" not in got and got.startswith("a <math") and got.endswith("</math> c"), got
     assert got.count("<math") == 2 and "&#x0003C;" in got and 'display="block"' in got, got
+    word = tool("formulas").on_page_content('<span class="arithmatex">\\(w_{gate}\\)</span>')
+    assert '<mi mathvariant="normal">g</mi>' in word, word
+
+
+def test_wrapping():
+    """Lines break between words, and within names only if they are too long for a line."""
+    entry = types.SimpleNamespace(title="dots_with_no_batch_dims_saveable", children=[])
+    contents = [types.SimpleNamespace(title="log_softmax", children=[entry])]
+    wrapped = functools.partial(tool("wrapping").on_page_content, page=types.SimpleNamespace(toc=contents))
+    name = "jaxops.softmax_cross_entropy_with_integer_labels"
+    long = name.replace(".", ".<wbr>").replace("_", "_<wbr>")
+    assert wrapped(f"<p><code>{name}</code></p>") == f"<p><code>{long}</code></p>"
+    assert wrapped(f'<h2 id="{name}">{name}</h2>') == f'<h2 id="{name}">{long}</h2>'
+    assert wrapped("a <code>--out</code>") == 'a <code class="whole">--out</code>'
+    assert wrapped("(<code>int</code>\n)") == '(<code class="whole">int</code>)'
+    assert wrapped("<td>0, 2.5e-05</td> 3 %") == '<td>0, <span class="whole">2.5e-05</span></td> 3&nbsp;%'
+    for kept in (f"<pre><code>{name} 1e-6</code></pre>", f"<p>{name} &lt;x_y&gt;</p>", "<math><mi>x</mi></math>"):
+        assert wrapped(kept) == kept
+    assert contents[0].title == "log_softmax"
+    assert "".join(entry.title.split("<wbr>")) == "dots_with_no_batch_dims_saveable" != entry.title
 
 
 def test_charts(tmp_path):
