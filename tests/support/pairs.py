@@ -10,7 +10,7 @@ from typing import Any
 def pairwise(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Tuples with one value from each list, in which every two values from different lists meet at least once.
 
-    The tuples are the same in every run: each is the first among those that bring the most new pairs.
+    The tuples are the same in every run. Each is the first tuple that brings the most new pairs.
     """
     rows = list(itertools.product(*(range(len(values)) for values in lists)))  # values need not be hashable
     pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
