@@ -37,6 +37,7 @@ class SwapReport:
       attention: by path, "fused" or why a swapped attention has its weights as an array.
       idle: by path, the type of swapped nnx layers that :meth:`trace` did not see run.
       left: how many norms, softmaxes, products and the like :meth:`trace` found that stay with XLA.
+      gated_mlps: by path of a module, the names of its dense layers if they look like a gated MLP's.
     """
 
     swapped: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -63,7 +63,8 @@ def _rounded_product(x, scale):
 def plain_exponentials(z, max, mask):
     """exp(z - max), 0 where masked. A kernel may have rounded z differently for max: no entry counts more than 1."""
     distance = z - max
-    return visible(mask, jnp.exp(jnp.where(distance > 0, 0, distance)))
+    # Not jnp.where(distance > 0, 0, distance): the largest entry would lose its derivative to a rounding error.
+    return visible(mask, jnp.exp(distance - jax.lax.stop_gradient(jnp.maximum(distance, 0))))
 
 
 def plain_gradient(dz, scale, dtype):

@@ -232,6 +232,7 @@ def test_swapped_models_keep_pallas_kernels():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_pallas_kernels_on_a_gpu():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)  # of Triton's sizes, powers of two
     for name in ("softmax", "log_softmax"):

@@ -192,6 +192,8 @@ def force(monkeypatch):
         return choices.Choice("wgmma", "forced", tile, choices.band(whole, tile))
 
     monkeypatch.setattr(choices, "_choose_one_pass", choose)
+    monkeypatch.setattr(choices, "_GATED_BACKWARD_K", 0)
+    monkeypatch.setattr(choices, "_GATED_BACKWARD_TILES", 0)
 
 
 def sums_error(x, w):

@@ -221,6 +221,22 @@ def test_where_forms(op, axis, rng):
         assert_matches_exact((got[0], got[2]), (value, *sums), f"where {mask.shape}, bias", 2)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_second_derivatives(op, rng, x64):
+    """Compiled: XLA may round x scale + bias in another way than for the row's maximum."""
+    x, bias, scale = rng.standard_normal((2, 3, 4)), rng.standard_normal((3, 4)), 0.7
+    weights, tangents = rng.standard_normal((2, 3, 4)), (np.cos(3 * x), np.sin(bias), 0.3)
+
+    def moved(function):
+        total = lambda x, bias, scale: jnp.sum(jnp.sin(function(x, bias, scale)) * weights)  # noqa: E731
+        gradients = jax.grad(total, (0, 1, 2))
+        return jax.jit(lambda *xs: jax.jvp(gradients, xs, tangents)[1])(x, bias, scale)
+
+    got = moved(lambda x, bias, scale: OPS[op][0](x, scale=scale, bias=bias))
+    for a, b in zip(got, moved(lambda x, bias, scale: OPS[op][1](x * scale + bias)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
 @every_op
 def test_float64(op, rng, x64):
     names = "scale", "bias"
