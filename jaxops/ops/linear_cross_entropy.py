@@ -24,16 +24,17 @@ from jaxops.ops.cross_entropy import Options, checked_labels
 #: takes as long as 230 tokens' products on an H200; so a chunk has more tokens if they fit.
 CHUNK_TOKENS, CHUNK_BYTES = 2048, 448 << 20
 
-#: On a GPU, logits have a multiple of this many columns. Else XLA pads each chunk's, and takes the padding off again,
-#: around each product: for BERT's vocabulary of 30522 this took as long as half a product.
-COLUMN_STEP = 8
+#: On these platforms, logits have a multiple of this many columns. Else XLA pads each chunk's logits, and takes the
+#: padding off again, around each product: for BERT's vocabulary of 30522 this took as long as half a product.
+PADDED_ON, COLUMN_STEP = ("cuda",), 8
 
 
 class Spec(NamedTuple):
     """The parameters of a kernel's call.
 
     has: the optional operands that are given. results: the optional results that are wanted. transposed: w is
-    [vocabulary, width]. tokens: a chunk's tokens; None: as CHUNK_TOKENS and CHUNK_BYTES say.
+    [vocabulary, width]. tokens: a chunk's tokens; None: as CHUNK_TOKENS and CHUNK_BYTES say. padded: logits have a
+    multiple of COLUMN_STEP columns; a lowering decides it.
     """
 
     has: tuple[str, ...]
@@ -43,6 +44,7 @@ class Spec(NamedTuple):
     z_loss: float
     tokens: int | None
     precision: Any
+    padded: bool = False
 
 
 def _chunk_sizes(tokens: int, columns: int, itemsize: int, wanted: int | None) -> tuple[int, int]:
@@ -154,7 +156,7 @@ class _Linear(Kernel):
             if kind == "w":
                 shared[name] = shared[name].astype(x.dtype)
         columns = w.shape[0 if spec.transposed else 1]
-        if self.pads and how is not None and not over and columns % COLUMN_STEP:
+        if spec.padded and not over and isinstance(columns, int) and columns % COLUMN_STEP:
             shared |= _padded(shared, columns, spec)
             labels = flat["labels"]
             counted = jnp.where(labels < 0, labels + columns, labels)  # from the end of the columns that are there
@@ -189,8 +191,11 @@ class _Linear(Kernel):
             out.append(value)
         return out
 
+    def _lower(self, platform: str, *operands, spec: Spec):
+        return super()._lower(platform, *operands, spec=spec._replace(padded=self.pads and platform in PADDED_ON))
+
     def plain(self, *operands, spec: Spec) -> list[jax.Array]:
-        return self._run(None, {}, operands, spec)
+        return self._run(None, {}, operands, spec._replace(padded=False))
 
     def call_target(self, *operands, spec: Spec) -> list[jax.Array]:
         return self._run("call_target", {}, operands, spec)

@@ -42,9 +42,15 @@ def value_and_gradients(function, operands, cotangent):
     return value, *pullback(jnp.asarray(cotangent, value.dtype))
 
 
-@pytest.mark.parametrize("reduction", [None, "sum", "mean"])
-def test_against_float64(reduction, rng, full_precision):
+def pad(monkeypatch, padded):
+    """Logits with more columns than the vocabulary, as on GPUs, or not."""
+    monkeypatch.setattr("jaxops.ops.linear_cross_entropy.PADDED_ON", ("cpu", "cuda") if padded else ())
+
+
+@pytest.mark.parametrize(("reduction", "padded"), [(None, False), ("sum", True), ("mean", False)])
+def test_against_float64(reduction, padded, rng, full_precision, monkeypatch):
     """Every option; one chunk and several, the first with another size; random cotangents."""
+    pad(monkeypatch, padded)
     x, w, bias, weights, labels = draw(rng)
     weights = jnp.abs(weights) + 0.1
     cotangent = rng.standard_normal(TOKENS if reduction is None else ())
@@ -100,7 +106,9 @@ def test_f32_weights_with_bf16_products(rng):
             np.testing.assert_array_equal(gradient(x, w, 5)[1], dw)
 
 
-def test_labels_out_of_range_and_ignored_tokens(rng):
+@pytest.mark.parametrize("padded", [False, True])
+def test_labels_out_of_range_and_ignored_tokens(padded, rng, monkeypatch):
+    pad(monkeypatch, padded)
     x, w, _, _, labels = draw(rng)
     labels[:4] = -1, -COLUMNS, -100, COLUMNS
     losses = loss(x, w, jnp.asarray(labels), chunk_tokens=10)
