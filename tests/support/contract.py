@@ -43,7 +43,7 @@ def assert_close(got, wanted, reference=None, what="result", rounding=ROUNDING):
     assert got.shape == wanted.shape, f"{what}: shape {got.shape} instead of {wanted.shape}"
     error, allowed = ulps(got, wanted), rounding
     if not error <= allowed and reference is not None:
-        # Where a result is small beside the terms that cancel in it, both have errors of their own.
+        # Where a result is small beside the terms that cancel in it, both are off.
         allowed = max(rounding, 2 * np.nan_to_num(ulps(reference(), wanted)))
     assert error <= allowed, f"{what}: {error:.2f} ulp, allowed {allowed:.2f}"
 
