@@ -84,8 +84,8 @@ def by_grad(f):
     return jax.jit(lambda *xs: jax.value_and_grad(scalar(f), every(xs))(*xs))
 
 
-#: By the name of a transformation: what the reference does instead, where the same numbers are to be had from a program
-#: that other transformations need, too.
+#: What the reference does for a transformation, by its name, if a program that other transformations need gives the
+#: same numbers.
 FOR_REFERENCE: dict[str, Callable] = {
     "remat": lambda f, *xs: by_grad(f)(*xs)[1],
     "remat names": lambda f, *xs: by_grad(f)(*xs)[1],
@@ -113,7 +113,7 @@ FOR_REFERENCE["vmap, spmd_axis_name"] = lambda f, *xs: [
 
 @functools.cache
 def by_call(f):
-    """Compiled once, too."""
+    """The function, compiled once."""
     return jax.jit(f)
 
 

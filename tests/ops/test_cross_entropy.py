@@ -307,7 +307,7 @@ def test_no_one_hot_and_no_wide_logits():
 
 @pytest.mark.parametrize("dtype", contract.DTYPES)
 def test_logsumexp(dtype, rng):
-    """Every kind of axes with every option, values and gradients; shapes and dtypes are those of jax.nn."""
+    """Each kind of axes with each option: values, gradients, and the shapes and dtypes that jax.nn returns."""
     where = rng.random((3, 4, 33)) < 0.8
     where[0] = where[:, 0] = where[..., 0] = True
     axes, several = (None, 0, 1, -1, (0, 2), (2, 1)), ({}, {"where": where}, {"keepdims": True})

@@ -192,7 +192,7 @@ def check(case: Case, rng, draws: int = 1) -> None:
             assert value.dtype == (query if name == "value" else floats[name]).dtype
             rounding = ROUNDING if name == "value" else GRADIENT_ROUNDING
             terms = max(query.shape[1], case.arrays["key"].shape[1])
-            if name in ("sinks", "bias"):  # sums over the batch, too; XLA's exp on GPUs has 2 ulp
+            if name in ("sinks", "bias"):  # summed over the batch as well; on GPUs XLA's exp has an error of 2 ulp
                 terms, rounding = terms * query.shape[0], rounding + 2
             rounding += 1.25 * terms**0.5
             if name in ("sinks", "bias"):  # sums over products with factors rounded to query's dtype
