@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import math
 import os
 import re
 import sys
@@ -27,7 +28,6 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from rich import table
@@ -71,19 +71,9 @@ class Pass(NamedTuple):
 def _bytes(shape: str) -> int:
     total = 0
     for dtype, dims in _SHAPE.findall(shape):
-        size = (
-            1 if dtype == "pred" or dtype.startswith("f8") else np.dtype(jnp.dtype(_NAMES.get(dtype, dtype))).itemsize
-        )
-        total += size * int(np.prod([int(d) for d in dims.split(",") if d], dtype=np.int64))
+        size = 1 if dtype == "pred" or dtype.startswith("f8") else int(dtype.lstrip("bfsu")) // 8
+        total += size * math.prod(int(d) for d in dims.split(",") if d)
     return total
-
-
-_NAMES = {"bf16": "bfloat16"} | {
-    f"{kind}{bits}": f"{name}{bits}"
-    for kind, name in (("s", "int"), ("u", "uint"), ("f", "float"))
-    for bits in (8, 16, 32, 64)
-    if (kind, bits) != ("f", 8)
-}
 
 
 def passes(hlo: str) -> Iterator[Pass]:
@@ -135,7 +125,7 @@ def show(case: models.Case, name: str, most: int) -> None:
     kinds = collections.Counter({"XLA's passes": sum(one.bytes * one.times for one in between)})
     for one in calls:
         kinds[one.kind] += one.bytes * one.times
-    shown = table.Table(title=f"{'calls and passes'}: microseconds at {RATE / 1e12} TB/s", title_justify="left")
+    shown = table.Table(title=f"calls and passes, at {RATE / 1e12} TB/s", title_justify="left")
     for heading in ("kind", "GiB", "us"):
         shown.add_column(heading, justify="left" if heading == "kind" else "right")
     for kind, moved in kinds.most_common():

@@ -34,10 +34,15 @@ def _visible(where, x):
     return x if where is None else jnp.where(where, x, 0)
 
 
+def from_first(labels, columns):
+    """Labels as columns counted from the first one; negative ones count from the end."""
+    return jnp.where(labels < 0, labels + columns, labels)
+
+
 def _at_label(rows: Rows, shape, labels):
     """Which entries are the labels', and which rows have one."""
     (axis,) = rows.axes
-    labels = jnp.where(labels < 0, labels + shape[axis], labels)
+    labels = from_first(labels, shape[axis])
     columns = jax.lax.broadcasted_iota(np.int32, shape, axis)
     return columns == labels, (labels >= 0) & (labels < shape[axis])
 
@@ -118,7 +123,7 @@ class Parts:
         if labels is None:
             return
         columns = width * jax.lax.psum(1, over)
-        labels = jnp.where(labels < 0, labels + columns, labels)
+        labels = from_first(labels, columns)
         first = width * jax.lax.axis_index(over)
         self._found = (labels >= 0) & (labels < columns)
         self._own = (labels >= first) & (labels < first + width)

@@ -294,21 +294,17 @@ class _MlpJvp(Kernel):
     def transpose(self, cotangents, gate, up, w_down, *moved, activation, precision, has):
         (dy,) = cotangents
         undefined = [name for name, x in zip(has, moved, strict=True) if ad.is_undefined_primal(x)]
-        options = {"activation": activation, "precision": precision}
         wants_hidden = "dw_down" in undefined
-        found: dict[str, jax.Array] = {}
-        if undefined != ["dw_down"]:
-            found = dict(
-                zip(
-                    ("dgate", "dup", "hidden"),
-                    backward.bind(dy, w_down, gate, up, wants_hidden=wants_hidden, **options),
-                    strict=False,
-                )
-            )
+        if undefined == ["dw_down"]:
+            dgate, dup, hidden = None, None, [_gate_again(gate, up, activation)]
+        else:
+            options = {"activation": activation, "precision": precision, "wants_hidden": wants_hidden}
+            dgate, dup, *hidden = backward.bind(dy, w_down, gate, up, **options)
+        dw_down = None
         if wants_hidden:
-            hidden = found["hidden"] if found else _gate_again(gate, up, activation)
-            product = functools.partial(multiply, hidden, precision=precision)
-            (found["dw_down"],) = jax.linear_transpose(product, w_down)(dy)
+            product = functools.partial(multiply, *hidden, precision=precision)
+            (dw_down,) = jax.linear_transpose(product, w_down)(dy)
+        found = dict(zip(_MOVED, (dgate, dup, dw_down), strict=True))
         return [None] * 3 + [found[name] if name in undefined else None for name in has]
 
 
@@ -388,10 +384,9 @@ class _MlpBackward(_OneKernel):
         out, moved = jvp_of_linear(self, linear, primals, tangents, wants_hidden=False, **params)
         if not wants_hidden:
             return out, moved
-        out = self.bind(*primals, wants_hidden=True, **params)
-        pair = [ad.instantiate_zeros(t) for t in tangents[2:]]
-        _, dhidden = jax.jvp(functools.partial(_gate, activation=params["activation"]), tuple(primals[2:]), tuple(pair))
-        return out, [*moved, dhidden]
+        again = functools.partial(_gate_again, activation=params["activation"])
+        hidden, dhidden = jax.jvp(again, tuple(primals[2:]), tuple(ad.instantiate_zeros(t) for t in tangents[2:]))
+        return [*out, hidden], [*moved, dhidden]
 
     def transpose(self, cotangents, dy, w_down, gate, up, *, activation, precision, wants_hidden):
         del wants_hidden  # hidden does not depend on dy

@@ -158,10 +158,8 @@ class _Linear(Kernel):
         columns = w.shape[0 if spec.transposed else 1]
         if spec.padded and not over and isinstance(columns, int) and columns % COLUMN_STEP:
             shared |= _padded(shared, columns, spec)
-            labels = flat["labels"]
-            counted = jnp.where(labels < 0, labels + columns, labels)  # from the end of the columns that are there
-            within = (counted >= 0) & (counted < columns)
-            flat["labels"] = jnp.where(within, counted, jnp.iinfo(labels.dtype).min)
+            labels = kernels.from_first(flat["labels"], columns)
+            flat["labels"] = jnp.where((labels >= 0) & (labels < columns), labels, kernels.NO_LABEL)
         order: list[list[str]] = []
 
         def body(*chunks):
@@ -195,7 +193,7 @@ class _Linear(Kernel):
         return super()._lower(platform, *operands, spec=spec._replace(padded=self.pads and platform in PADDED_ON))
 
     def plain(self, *operands, spec: Spec) -> list[jax.Array]:
-        return self._run(None, {}, operands, spec._replace(padded=False))
+        return self._run(None, {}, operands, spec)
 
     def call_target(self, *operands, spec: Spec) -> list[jax.Array]:
         return self._run("call_target", {}, operands, spec)

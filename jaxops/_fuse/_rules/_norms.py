@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import jaxops
 from jaxops import _arguments as arguments
 from jaxops._fuse import _arithmetic as numerics
-from jaxops._fuse._cone import Cone, Refusal, core, ends, onward, squared, stripped, untransposed
+from jaxops._fuse._cone import Cone, Refusal, core, ends, squared, stripped, untransposed
 from jaxops._fuse._graph import Node, Value
 from jaxops._fuse._match import Match, Search
 
@@ -90,10 +90,8 @@ def find(search: Search, node: Node) -> Match | None:
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise Refusal(f"its epsilon is {epsilon}")
     refusal = Refusal("what follows the root is no norm that jaxops has")
-    root = Value(node, 0)
     # The root may be used twice, as in x inv + (offset - mean inv).
-    last = {value for follow in (onward, ends) for value in follow(search.graph, root) if value.is_float}
-    for end in sorted(last, key=lambda value: -value.node.index):
+    for end in reversed([value for value in ends(search.graph, Value(node, 0)) if value.is_float]):
         for x, kind in _inputs(squares):
             if end.shape != x.shape and sorted(end.shape) != sorted(x.shape):
                 continue
