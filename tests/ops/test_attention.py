@@ -71,8 +71,8 @@ def test_residual_and_layouts(options, rng):
     single = {name: x if name == "sinks" or x.ndim == 1 else x[1] for name, x in case.arrays.items()}
     single |= {name: x[1:] for name, x in single.items() if name.endswith("lengths")}
     got, got_sums = attend(**single, **case.options, return_residual=True)
-    np.testing.assert_array_equal(got, out[1])
-    np.testing.assert_array_equal(got_sums, sums[1])
+    np.testing.assert_allclose(got, out[1], rtol=1e-6, atol=1e-6)  # XLA may multiply one sequence with another tile
+    np.testing.assert_allclose(got_sums, sums[1], rtol=1e-6, atol=1e-6)
 
 
 def test_the_logsumexp_has_a_derivative(rng):
