@@ -38,7 +38,11 @@ class Parts(NamedTuple):
 
 
 def _cudnn_attention(query, key, value, *, causal, lengths):
-    return jax.nn.dot_product_attention(
+    batch, tokens = query.shape[:2]
+    if tokens % 2:  # cuDNN's backward pass takes even lengths alone
+        query, key, value = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value))
+        lengths = jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths
+    out = jax.nn.dot_product_attention(
         query,
         key,
         value,
@@ -47,6 +51,7 @@ def _cudnn_attention(query, key, value, *, causal, lengths):
         key_value_seq_lengths=lengths,
         implementation="cudnn" if jax.default_backend() == "gpu" else "xla",
     )
+    return out[:, :tokens]
 
 
 def _our_attention(query, key, value, *, causal, lengths):

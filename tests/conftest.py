@@ -14,12 +14,11 @@ os.environ.update(gpus.of_worker())
 
 # Before jax: eight devices wherever the tests run, unless the caller says otherwise. XLA's compiler takes most of the
 # tests' time. So for the CPU it optimises less (at level 0 some of its results are wrong), does not split programs
-# between threads and, as long as jaxlib has both ways, emits fusions the older way, which takes .7 of the time. For
-# GPUs it does not tune.
+# between threads and, as long as jaxlib has both ways, emits fusions the older way, which takes .7 of the time.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8",
-        "--xla_gpu_autotune_level=0"
+        ""
         if os.path.exists("/proc/driver/nvidia/version")
         else "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true "
         "--xla_cpu_parallel_codegen_split_count=1",

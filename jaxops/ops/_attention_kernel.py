@@ -275,6 +275,7 @@ class _AttentionKernel(Kernel):
             soft_cap=np.float32(call.soft_cap),
             has_segments="query_segments" in x,
             has_parts="maximum" in x or "maximum" in wanted,
+            unseen_mean=call.unseen_mean,
             **options,
             **self._attributes(x, wanted),
         )

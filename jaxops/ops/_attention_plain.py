@@ -33,7 +33,8 @@ class Call(NamedTuple):
     sees the keys j that mask, lengths and segments leave it, with j <= i if causal, i - left <= j <= i + right for
     window = (left, right), in which -1 is no limit.
 
-    precision: the precision of f32 products. xla: the caller asked for XLA's operations.
+    precision: the precision of f32 products. xla: the caller asked for XLA's operations. unseen_mean: a query that sees
+    no key gets the mean of all values, otherwise 0.
     """
 
     scale: float
@@ -42,6 +43,7 @@ class Call(NamedTuple):
     soft_cap: float = 0.0
     precision: Any = None
     xla: bool = False
+    unseen_mean: bool = False
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
@@ -266,6 +268,23 @@ def _added(tile: _Tile, total: jax.Array, part: jax.Array, kind: str) -> jax.Arr
     return tile.put(total, old + part, {axis: kind})
 
 
+# Queries that see no key
+
+
+def _unseen(x: Named, sums: jax.Array) -> jax.Array:
+    """The queries within the lengths that see no key, [batch, queries, key heads, group, 1]."""
+    nothing = sums == -jnp.inf
+    if x.get("query_lengths") is not None:
+        nothing = nothing & (jnp.arange(sums.shape[-1]) < x["query_lengths"][:, None])[:, None, None, :]
+    return jnp.moveaxis(nothing, -1, 1)[..., None]
+
+
+def mean_of_values(value: jax.Array) -> jax.Array:
+    """Of [batch, keys, key heads, features], for every query: [batch, 1, key heads, 1, features]."""
+    mean = jnp.mean(value, 1, keepdims=True, dtype=accumulator(value.dtype)).astype(value.dtype)
+    return mean[:, :, :, None]
+
+
 # The forward pass
 
 
@@ -309,9 +328,13 @@ def forward(call: Call, x: Named) -> dict[str, jax.Array]:
         nothing = nothing | (jnp.arange(tiles.queries) >= x["query_lengths"][:, None])[:, None, None, :]
     total = jnp.where(nothing, 1, carry["sum"])
     maximum, log_sum = jnp.where(nothing, 0, carry["max"]), jnp.log(total)
+    lse = jnp.where(nothing, -jnp.inf, maximum + log_sum)
+    out = heads_last(carry["out"] / total[..., None]).astype(x["query"].dtype)
+    if call.unseen_mean:
+        out = jnp.where(_unseen(x, lse), mean_of_values(x["value"]), out)
     return {
-        "out": heads_last(carry["out"] / total[..., None]).astype(x["query"].dtype),
-        "lse": jnp.where(nothing, -jnp.inf, maximum + log_sum),
+        "out": out,
+        "lse": lse,
         "maximum": maximum,
         "log_sum": log_sum,
     }
@@ -351,6 +374,9 @@ def backward(call: Call, x: Named, wants_bias: bool) -> list[jax.Array]:
         return {name: new[name] for name in carry}
 
     carry = tiles.total(step, carry)
+    if call.unseen_mean:
+        moved = jnp.where(_unseen(x, x["lse"]), x["dout"], 0).astype(wide)
+        carry["dvalue"] = carry["dvalue"] + jnp.einsum("btkge->bke", moved)[:, :, None] / tiles.keys
     names = {"dquery": "query", "dkey": "key", "dvalue": "value"}
     found = [heads_last(carry[name]).astype(x[of].dtype) for name, of in names.items()]
     return [*found, carry["dbias"]] if wants_bias else found
@@ -398,6 +424,8 @@ def tangent(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
     if x.get("dsinks") is not None:
         dlse = dlse + sink_weights(x["sinks"], sums) * x["dsinks"].astype(wide)[..., None]
     out = heads_last(carry["dout"]) - x["out"].astype(wide) * jnp.moveaxis(dlse, -1, 1)[..., None]
+    if call.unseen_mean and x.get("dvalue") is not None:
+        out = jnp.where(_unseen(x, sums), mean_of_values(x["dvalue"]).astype(wide), out)
     return out.astype(x["out"].dtype), dlse
 
 

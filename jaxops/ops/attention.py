@@ -21,7 +21,7 @@ from jaxops._kernel import HANDLERS
 from jaxops._rows import accumulator
 from jaxops.ops import _attention_kernel as kernels
 from jaxops.ops import _attention_support as support
-from jaxops.ops._attention_plain import Call, Named
+from jaxops.ops._attention_plain import Call, Named, mean_of_values
 from jaxops.ops._matmul_kernel import plain_precision, precision_of
 
 _OP = "dot_product_attention"
@@ -329,8 +329,13 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
     batch, queries, heads, _ = x["query"].shape
     keys, features = x["key"].shape[1], x["value"].shape[-1]
     mask, seeing = x["mask"], None
+    window = call.limits[0]
+    beyond = window is not None and isinstance(queries, int) and queries > keys - window
+    hidden = mask is not None or x["bias"] is not None or x["key_value_lengths"] is not None or beyond
+    averages = hidden and x["sinks"] is None and x.get("query_segments") is None and keys != 0
+    call = call._replace(unseen_mean=averages)
     if mask is not None and mask.shape[-1] != keys:  # which queries see anything
-        seeing = jnp.broadcast_to(mask[..., 0], (mask.shape[0], mask.shape[1], mask.shape[2]))
+        seeing = jnp.swapaxes(jnp.broadcast_to(mask[..., 0], mask.shape[:3]), 1, 2)
         x = x | {"mask": None}
     given = _grouped(x)
     if joint is not None:
@@ -340,22 +345,16 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
     out = out.reshape(batch, queries, heads, features)
     sums = jnp.swapaxes(sums.reshape(batch, heads, queries), 1, 2)
     if seeing is not None:
-        sums = jnp.where(jnp.swapaxes(seeing, 1, 2), sums, -jnp.inf)
-    window = call.limits[0]
-    beyond = window is not None and isinstance(queries, int) and queries > keys - window
-    hidden = mask is not None or x["bias"] is not None or x["key_value_lengths"] is not None or beyond
-    if not hidden or x["sinks"] is not None or x.get("query_segments") is not None or keys == 0:
-        if seeing is not None:
-            out = jnp.where(jnp.swapaxes(seeing, 1, 2)[..., None], out, 0)
-        return out, sums
-    nothing = lax.stop_gradient(sums) == -jnp.inf
-    mean = jnp.mean(x["value"], 1, keepdims=True, dtype=accumulator(out.dtype)).astype(out.dtype)
-    if x["query_lengths"] is not None:  # beyond them it stays 0
-        nothing = nothing & (jnp.arange(queries) < x["query_lengths"][:, None])[..., None]
-    if (groups := mean.shape[2]) != heads:
-        mean = jnp.broadcast_to(mean[:, :, :, None], (batch, 1, groups, heads // groups, features))
-        mean = mean.reshape(batch, 1, heads, features)
-    return jnp.where(nothing[..., None], mean, out), sums
+        sums = jnp.where(seeing, sums, -jnp.inf)
+        unseen = ~seeing[..., None]
+        if x["query_lengths"] is not None:  # beyond them it stays 0
+            unseen = unseen & (jnp.arange(queries) < x["query_lengths"][:, None])[..., None, None]
+        elsewhere = jnp.zeros((), out.dtype)
+        if averages:
+            elsewhere = jnp.repeat(mean_of_values(x["value"]), heads // x["value"].shape[2], 3)
+            elsewhere = elsewhere.reshape(batch, 1, heads, features)
+        out = jnp.where(unseen, elsewhere, out)
+    return out, sums
 
 
 def _prefers_cudnn(call: Call, x: Named, why: str | None) -> bool:

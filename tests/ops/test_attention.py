@@ -137,6 +137,26 @@ def test_rows_that_see_nothing(rng):
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype", "options"),
+    [
+        ((2, 70, 90, 4, 2, 64), "bfloat16", {"key_lengths": [0, 80], "query_lengths": [60, 50]}),
+        ((2, 70, 70, 4, 1, 128), "float16", {"mask": (2, 1, 70, 70)}),
+        ((1, 70, 130, 2, 2, 24), "bfloat16", {"mask": (1, 2, 70, 130), "is_causal": True}),
+        ((1, 70, 70, 2, 1, 200), "bfloat16", {"mask": (1, 1, 70, 1)}),
+        ((2, 40, 70, 2, 1, 136), "float16", {"mask": (2, 1, 1, 70), "query_lengths": [40, 20]}),
+        ((3, 1, 300, 4, 2, 64), "bfloat16", {"key_lengths": [0, 300, 5]}),
+    ],
+    ids=str,
+)
+def test_rows_that_see_nothing_in_16_bits(shape, dtype, options, rng):
+    case = draw(rng, shape, dtype, **options)
+    if "mask" in case.arrays:
+        mask = case.arrays["mask"] = case.arrays["mask"].copy()
+        mask[0, 0, ::3] = False
+    check(case, rng)
+
+
+@pytest.mark.parametrize(
     ("dtype", "depth", "options"),
     [
         ("float32", 16, {"is_causal": True}),

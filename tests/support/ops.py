@@ -352,10 +352,10 @@ def exact(case: OpCase, operands, cotangent) -> list[np.ndarray]:
         return [np.asarray(x) for x in _oracle(case)(*wide)]
 
 
-def ulps(got, wanted: np.ndarray) -> float:
-    """The largest error in `got`, in units in the last place (of its dtype) at the largest wanted value."""
+def ulps(got, wanted: np.ndarray, least: float = 0.0) -> float:
+    """The largest error in `got`, in units in the last place at the largest of the wanted values and `least`."""
     got = np.asarray(got)
     if not got.size:
         return 0.0
-    spacing = float(jnp.finfo(got.dtype).eps) * max(float(np.max(np.abs(wanted))), float(jnp.finfo(got.dtype).tiny))
-    return float(np.max(np.abs(got.astype(np.float64) - wanted))) / spacing
+    largest = max(float(np.max(np.abs(wanted))), float(jnp.finfo(got.dtype).tiny), least)
+    return float(np.max(np.abs(got.astype(np.float64) - wanted))) / (float(jnp.finfo(got.dtype).eps) * largest)

@@ -3,6 +3,7 @@
 #include "ops/attention/dbias.cuh"
 #include "ops/attention/launch.cuh"
 #include "ops/attention/reach.cuh"
+#include "ops/attention/unseen.cuh"
 
 namespace jaxops {
 namespace {
@@ -234,7 +235,12 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   known.dlse = dlse ? Data<float>(*dlse) : nullptr;
   const Gradients gradients = {dq->untyped_data(), p.PartOf(dk->untyped_data(), 1), p.PartOf(dv->untyped_data(), 2),
                                apart, dbias ? Data<float>(*dbias) : nullptr};
-  return attention::VisitType(kHandler, type, [&]<class T> { return BackwardOf<T>(stream, known, gradients); });
+  return attention::VisitType(kHandler, type, [&]<class T> {
+    const Error error = BackwardOf<T>(stream, known, gradients);
+    if (error.failure() || !options.unseen_mean) return error;
+    return FromCuda(kHandler, attention::LaunchSpread<T>(stream, p, known.lse, known.dout, gradients.dv,
+                                                         apart ? p.heads : p.key_heads));
+  });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include "ops/attention/forward.cuh"
 #include "ops/attention/launch.cuh"
 #include "ops/attention/reach.cuh"
+#include "ops/attention/unseen.cuh"
 
 namespace jaxops {
 namespace {
@@ -46,17 +47,17 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
   return FromCuda(kHandler, Launch(stream, attention::AttentionForward<Tile>, grid, arguments));
 }
 
-// The tiles. TFLOP/s on an H200 (bf16, 12 to 16 heads; one sequence of 16384, several shorter ones; causal counts
-// half):
+// The tiles. TFLOP/s on an H200 (bf16, 16 heads; one sequence of 16384, several shorter ones; causal counts half):
 //   depth     tile      causal 1024  4096  16384   full 1024  4096  16384
-//    64     128 x 128          282                     362
-//    64     192 x 128                478    568               526    563
-//   128     128 x 128          462   655    738        601    711    738
-//   192     128 x 96                 665
-//   256     128 x 80                 638                      751
-// 192 query rows are faster from 2048 queries on, where there are many tiles and each sees more than a few key blocks.
-// At depth 128, 128 x 176 tiles gain 2 % from 8192 keys on, and lose 9 % in causal calls with 2048. General calls wait
-// for each product; the work on scores bounds them.
+//    64     128 x 128          315
+//    64     192 x 128                458    534        417    530    563
+//   128     128 x 128          460   652    712        611    707    743
+//   192     128 x 96                 657
+//   256     128 x 80                 665
+// 192 query rows are faster where there are many tiles and each sees more than a few key blocks: 80 us instead of 85
+// for 8 x 1024 tokens, full; causal 4 x 2048 tokens are still slower, 96 instead of 91. At depth 128, 128 x 176 tiles
+// gain 2 % from 8192 keys on, and lose 9 % in causal calls with 2048. General calls wait for each product; the work on
+// scores bounds them.
 template <class T>
 Error ForwardOf(Device stream, const Problem& p, const attention::Reach& reach, int32_t* counters) {
   const auto launch = [&]<class Tile> { return LaunchForward<Tile>(stream, p, reach, counters); };
@@ -69,7 +70,7 @@ Error ForwardOf(Device stream, const Problem& p, const attention::Reach& reach, 
   if (p.depth > 192) return launch.template operator()<ForwardTile<T, 256, 2, 80, 2, 1, false>>();
   if (p.depth > 128) return launch.template operator()<ForwardTile<T, 192, 2, 96, 2, 1, false>>();
   if (p.depth > 64) return launch.template operator()<ForwardTile<T, 128, 2, 128, 2, 2, false>>();
-  const bool is_short = p.queries < 2048 || p.left < 2048 || reach.of_queries;
+  const bool is_short = p.queries < (p.right < attention::kLongest ? 4096 : 1024) || p.left < 2048 || reach.of_queries;
   return !is_short ? launch.template operator()<ForwardTile<T, 64, 3, 128, 3, 2, false>>()
                    : launch.template operator()<ForwardTile<T, 64, 2, 128, 3, 2, false>>();
 }
@@ -93,15 +94,21 @@ Error AttentionForward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, ffi
   const attention::Reach reach = attention::TakeReach(problem, take, counters + 1, 0, 0);
   JAXOPS_RETURN_IF_ERROR(attention::CheckWorkspace(kHandler, *workspace, words));
   const int64_t splits = (static_cast<int64_t>(workspace->element_count()) - words) / attention::DecodeWords(problem);
-  if (splits > 0) {
-    const int64_t most = attention::CeilDiv(problem.keys, 64);
-    return attention::LaunchDecode(kHandler, stream, problem, q.element_type(),
-                                   static_cast<int>(std::min(splits, most)), Data<float>(*workspace));
-  }
-  if (reach.gaps) JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(reach.gaps, 0, sizeof(int32_t), stream)));
-  JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, attention::LaunchReach(stream, problem, reach, 0, 0)));
-  return attention::VisitType(kHandler, q.element_type(),
-                              [&]<class T> { return ForwardOf<T>(stream, problem, reach, counters); });
+  const auto attend = [&]<class T>() -> Error {
+    if (splits > 0) {
+      const int64_t most = attention::CeilDiv(problem.keys, 64);
+      return attention::LaunchDecode(kHandler, stream, problem, q.element_type(),
+                                     static_cast<int>(std::min(splits, most)), Data<float>(*workspace));
+    }
+    if (reach.gaps) JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, cudaMemsetAsync(reach.gaps, 0, sizeof(int32_t), stream)));
+    JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, attention::LaunchReach(stream, problem, reach, 0, 0)));
+    return ForwardOf<T>(stream, problem, reach, counters);
+  };
+  return attention::VisitType(kHandler, q.element_type(), [&]<class T> {
+    const Error error = attend.template operator()<T>();
+    if (error.failure() || !options.unseen_mean) return error;
+    return FromCuda(kHandler, attention::LaunchAverage<T>(stream, problem));
+  });
 }
 
 }  // namespace

@@ -79,7 +79,8 @@ struct Options {
   int64_t causal_offset, window_left, window_right;  // windows: -1 for none
   float soft_cap;
   bool has_bias, has_mask, has_query_lengths, has_key_value_lengths, has_segments, has_sinks, has_query_offset;
-  bool has_parts;  // of lse: the forward pass's results, the backward pass's operands
+  bool has_parts;    // of lse: the forward pass's results, the backward pass's operands
+  bool unseen_mean;  // a query that sees no key gets the mean of all values; otherwise 0
 };
 // As they are decoded, in that order.
 #define JAXOPS_ATTENTION_OPTIONS                                                                                    \
@@ -87,7 +88,8 @@ struct Options {
       StructMember<int64_t>("window_left"), StructMember<int64_t>("window_right"), StructMember<float>("soft_cap"), \
       StructMember<bool>("has_bias"), StructMember<bool>("has_mask"), StructMember<bool>("has_query_lengths"),      \
       StructMember<bool>("has_key_value_lengths"), StructMember<bool>("has_segments"),                              \
-      StructMember<bool>("has_sinks"), StructMember<bool>("has_query_offset"), StructMember<bool>("has_parts")
+      StructMember<bool>("has_sinks"), StructMember<bool>("has_query_offset"), StructMember<bool>("has_parts"),     \
+      StructMember<bool>("unseen_mean")
 
 inline bool HasShape(const AnyBuffer& buffer, std::initializer_list<int64_t> shape) {
   const auto dims = buffer.dimensions();

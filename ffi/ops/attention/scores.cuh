@@ -22,8 +22,8 @@ struct RowResult {
     const float most = fmaxf(largest, sink);
     maximum = most == -kInfinity ? 0 : most;
     const float share = Exp2(largest - maximum), total = sum * share + Exp2(sink - maximum);
-    inverse = sum == 0 ? 0 : share / total;
-    log_sum = total == 0 ? 0 : log2f(total);
+    inverse = sum == 0 ? 0 : __fdividef(share, total);
+    log_sum = total == 0 ? 0 : __log2f(total);  // to 2^-21
     lse = total == 0 ? -kInfinity : (maximum + log_sum) * kLn2;
   }
   // row: its number in [batches, heads, queries]; seeing: false if the row is beyond the queries' length.
