@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 
 def _cudnn_attention(query, key, value, *, causal, lengths):
     batch, tokens = query.shape[:2]
-    if tokens % 2:  # cuDNN's backward pass takes even lengths alone
+    if tokens % 2:  # cuDNN's backward pass takes only even lengths
         query, key, value = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value))
         lengths = jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths
     out = jax.nn.dot_product_attention(

@@ -304,7 +304,9 @@ def attention_call(
         **{name: np.int64(value) for name, value in (("causal_offset", 0), ("window_left", -1), ("window_right", -1))},
         "soft_cap": np.float32(5 if "cap" in has else 0),
         **{f"has_{name}": np.bool_(name in has) for name in optional},
-        "unseen_mean": np.bool_(bool({"mask", "key_value_lengths"} & {*has}) and not {"segments", "sinks"} & {*has}),
+        "unseen_mean": np.bool_(
+            bool({"mask", "bias", "key_value_lengths"} & {*has}) and not {"segments", "sinks"} & {*has}
+        ),
         **({"has_dlse": np.bool_(False), "wants_dbias": np.bool_("dbias" in has)} if backward else {}),
     }
     return frames.Call(handler, tuple(operands), (*results, frames.Operand((words,), int32)), attributes)

@@ -280,7 +280,7 @@ def _unseen(x: Named, sums: jax.Array) -> jax.Array:
 
 
 def mean_of_values(value: jax.Array) -> jax.Array:
-    """Of [batch, keys, key heads, features], for every query: [batch, 1, key heads, 1, features]."""
+    """The mean over the keys, [batch, keys, key heads, features] to [batch, 1, key heads, 1, features]."""
     mean = jnp.mean(value, 1, keepdims=True, dtype=accumulator(value.dtype)).astype(value.dtype)
     return mean[:, :, :, None]
 
@@ -375,8 +375,8 @@ def backward(call: Call, x: Named, wants_bias: bool) -> list[jax.Array]:
 
     carry = tiles.total(step, carry)
     if call.unseen_mean:
-        moved = jnp.where(_unseen(x, x["lse"]), x["dout"], 0).astype(wide)
-        carry["dvalue"] = carry["dvalue"] + jnp.einsum("btkge->bke", moved)[:, :, None] / tiles.keys
+        dmean = jnp.sum(x["dout"], (1, 3), wide, where=_unseen(x, x["lse"]))
+        carry["dvalue"] = carry["dvalue"] + dmean[:, :, None] / tiles.keys
     names = {"dquery": "query", "dkey": "key", "dvalue": "value"}
     found = [heads_last(carry[name]).astype(x[of].dtype) for name, of in names.items()]
     return [*found, carry["dbias"]] if wants_bias else found
@@ -424,8 +424,9 @@ def tangent(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:
     if x.get("dsinks") is not None:
         dlse = dlse + sink_weights(x["sinks"], sums) * x["dsinks"].astype(wide)[..., None]
     out = heads_last(carry["dout"]) - x["out"].astype(wide) * jnp.moveaxis(dlse, -1, 1)[..., None]
-    if call.unseen_mean and x.get("dvalue") is not None:
-        out = jnp.where(_unseen(x, sums), mean_of_values(x["dvalue"]).astype(wide), out)
+    if call.unseen_mean:
+        mean = 0 if x.get("dvalue") is None else mean_of_values(x["dvalue"]).astype(wide)
+        out = jnp.where(_unseen(x, sums), mean, out)
     return out.astype(x["out"].dtype), dlse
 
 

@@ -331,12 +331,12 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
     mask, seeing = x["mask"], None
     window = call.limits[0]
     beyond = window is not None and isinstance(queries, int) and queries > keys - window
-    hidden = mask is not None or x["bias"] is not None or x["key_value_lengths"] is not None or beyond
-    averages = hidden and x["sinks"] is None and x.get("query_segments") is None and keys != 0
-    call = call._replace(unseen_mean=averages)
+    averages = x["sinks"] is None and x.get("query_segments") is None and keys != 0
     if mask is not None and mask.shape[-1] != keys:  # which queries see anything
-        seeing = jnp.swapaxes(jnp.broadcast_to(mask[..., 0], mask.shape[:3]), 1, 2)
+        seeing = jnp.swapaxes(mask[..., 0], 1, 2)
         x = x | {"mask": None}
+    hidden = beyond or any(x[name] is not None for name in ("mask", "bias", "key_value_lengths"))
+    call = call._replace(unseen_mean=averages and hidden)
     given = _grouped(x)
     if joint is not None:
         given = {"joint": joint} | {name: x for name, x in given.items() if name not in ("query", "key", "value")}
@@ -349,11 +349,11 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
         unseen = ~seeing[..., None]
         if x["query_lengths"] is not None:  # beyond them it stays 0
             unseen = unseen & (jnp.arange(queries) < x["query_lengths"][:, None])[..., None, None]
-        elsewhere = jnp.zeros((), out.dtype)
+        instead = jnp.zeros((), out.dtype)
         if averages:
-            elsewhere = jnp.repeat(mean_of_values(x["value"]), heads // x["value"].shape[2], 3)
-            elsewhere = elsewhere.reshape(batch, 1, heads, features)
-        out = jnp.where(unseen, elsewhere, out)
+            mean = jnp.repeat(mean_of_values(x["value"]), heads // x["value"].shape[2], 3)
+            instead = mean.reshape(batch, 1, heads, features)
+        out = jnp.where(unseen, instead, out)
     return out, sums
 
 

@@ -236,8 +236,8 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   const Gradients gradients = {dq->untyped_data(), p.PartOf(dk->untyped_data(), 1), p.PartOf(dv->untyped_data(), 2),
                                apart, dbias ? Data<float>(*dbias) : nullptr};
   return attention::VisitType(kHandler, type, [&]<class T> {
-    const Error error = BackwardOf<T>(stream, known, gradients);
-    if (error.failure() || !options.unseen_mean) return error;
+    JAXOPS_RETURN_IF_ERROR(BackwardOf<T>(stream, known, gradients));
+    if (!options.unseen_mean) return Error::Success();
     return FromCuda(kHandler, attention::LaunchSpread<T>(stream, p, known.lse, known.dout, gradients.dv,
                                                          apart ? p.heads : p.key_heads));
   });

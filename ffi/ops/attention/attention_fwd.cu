@@ -54,7 +54,7 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
 //   128     128 x 128          460   652    712        611    707    743
 //   192     128 x 96                 657
 //   256     128 x 80                 665
-// 192 query rows are faster where there are many tiles and each sees more than a few key blocks: 80 us instead of 85
+// 192 query rows are faster where there are many tiles and each sees more than a few key blocks: 82 us instead of 87
 // for 8 x 1024 tokens, full; causal 4 x 2048 tokens are still slower, 96 instead of 91. At depth 128, 128 x 176 tiles
 // gain 2 % from 8192 keys on, and lose 9 % in causal calls with 2048. General calls wait for each product; the work on
 // scores bounds them.
@@ -70,7 +70,8 @@ Error ForwardOf(Device stream, const Problem& p, const attention::Reach& reach, 
   if (p.depth > 192) return launch.template operator()<ForwardTile<T, 256, 2, 80, 2, 1, false>>();
   if (p.depth > 128) return launch.template operator()<ForwardTile<T, 192, 2, 96, 2, 1, false>>();
   if (p.depth > 64) return launch.template operator()<ForwardTile<T, 128, 2, 128, 2, 2, false>>();
-  const bool is_short = p.queries < (p.right < attention::kLongest ? 4096 : 1024) || p.left < 2048 || reach.of_queries;
+  const int least = p.right < attention::kLongest ? 4096 : 1024;
+  const bool is_short = std::min(p.queries, p.keys) < least || p.left < 2048 || reach.of_queries;
   return !is_short ? launch.template operator()<ForwardTile<T, 64, 3, 128, 3, 2, false>>()
                    : launch.template operator()<ForwardTile<T, 64, 2, 128, 3, 2, false>>();
 }
@@ -105,9 +106,8 @@ Error AttentionForward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, ffi
     return ForwardOf<T>(stream, problem, reach, counters);
   };
   return attention::VisitType(kHandler, q.element_type(), [&]<class T> {
-    const Error error = attend.template operator()<T>();
-    if (error.failure() || !options.unseen_mean) return error;
-    return FromCuda(kHandler, attention::LaunchAverage<T>(stream, problem));
+    JAXOPS_RETURN_IF_ERROR(attend.template operator()<T>());
+    return options.unseen_mean ? FromCuda(kHandler, attention::LaunchAverage<T>(stream, problem)) : Error::Success();
   });
 }
 

@@ -23,7 +23,7 @@ struct RowResult {
     maximum = most == -kInfinity ? 0 : most;
     const float share = Exp2(largest - maximum), total = sum * share + Exp2(sink - maximum);
     inverse = sum == 0 ? 0 : __fdividef(share, total);
-    log_sum = total == 0 ? 0 : __log2f(total);  // to 2^-21
+    log_sum = total == 0 ? 0 : __log2f(total);  // to 2 ulp, or 2^-21
     lse = total == 0 ? -kInfinity : (maximum + log_sum) * kLn2;
   }
   // row: its number in [batches, heads, queries]; seeing: false if the row is beyond the queries' length.

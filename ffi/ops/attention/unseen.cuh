@@ -1,5 +1,5 @@
 // Queries that see no key: their result is the mean of all values, as from equal logits. The kernels for scores leave 0
-// in these rows and -inf as their logsumexp; the ones here look for it and mostly find none.
+// in these rows and -inf as their logsumexp; the kernels here look for such rows, and mostly find none.
 #ifndef JAXOPS_OPS_ATTENTION_UNSEEN_CUH_
 #define JAXOPS_OPS_ATTENTION_UNSEEN_CUH_
 
@@ -54,7 +54,7 @@ inline __device__ bool AnyUnseen(const float* lse, int queries) {
   return __syncthreads_or(found);
 }
 
-// Writes the mean to the results. A block a head.
+// Writes the mean to the results. Each block has a head.
 template <class T>
 __global__ void __launch_bounds__(kUnseenThreads) AverageForUnseen(const __grid_constant__ Problem p) {
   using Eight = Pack<T, kUnseenPack>;
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kUnseenThreads) AverageForUnseen(const __grid_
     if (IsUnseen(lse, query)) *reinterpret_cast<Eight*>(out + query * row) = rounded;
 }
 
-// Adds the cotangents of such results, over the number of keys, to the gradient of every value. A block a head of dv,
-// which has all heads if heads are taken apart, else the key heads.
+// Adds the cotangents of such results, divided by the number of keys, to the gradient of every value. Each block has
+// one of dv's heads: all heads if they are taken apart, else the key heads.
 template <class T>
 __global__ void __launch_bounds__(kUnseenThreads)
     SpreadFromUnseen(const __grid_constant__ Problem p, const float* all_lse, const T* dout, T* dv, int heads) {
@@ -118,7 +118,7 @@ cudaError_t LaunchAverage(Device stream, const Problem& p) {
   const Grid grid = {.blocks = int64_t{p.batches} * p.heads, .threads = kUnseenThreads};
   return Launch(stream, AverageForUnseen<T>, grid, p);
 }
-// heads: of dv.
+// heads: dv's heads.
 template <class T>
 cudaError_t LaunchSpread(Device stream, const Problem& p, const float* lse, const void* dout, void* dv, int heads) {
   const Grid grid = {.blocks = int64_t{p.batches} * heads, .threads = kUnseenThreads};
