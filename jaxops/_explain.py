@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.interpreters import partial_eval
 
 from jaxops._kernel import COMPOSITES, KERNELS, PLATFORMS, why_no_handler
 
@@ -173,7 +174,8 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     """Lists the jaxops kernels that a function runs, with shapes, bytes and operations.
 
     The function is traced, not run. Calls inside jit, scan, remat and other transformations count. To see the backward
-    pass, explain the gradient: `jaxops.explain(jax.grad(loss), x)`. The report lists both branches of a `cond`.
+    pass, explain the gradient: `jaxops.explain(jax.grad(loss), x)`. The report lists both branches of a `cond`, and no
+    call whose result nothing uses, because XLA removes such calls.
 
     Args:
       function: a function of arrays, jitted or not.
@@ -210,9 +212,11 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
         return function(*args, **kwargs)
 
     # A new function, because an earlier trace may have used other settings.
-    jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced)).jaxpr
-    calls, products, gathered = [], 0, {*map(id, _gathered(jaxpr))}
-    for equation, times, scope in _walk(jaxpr, 1, ""):
+    whole = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced)).jaxpr
+    used, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
+    # In a gradient's program, nothing may use what is gathered.
+    calls, products, gathered = [], 0, {*map(id, _gathered(whole))}
+    for equation, times, scope in _walk(used, 1, ""):
         name = equation.primitive.name
         products += name == "dot_general"
         name = name.removeprefix(_PREFIX)

@@ -62,7 +62,7 @@ class Replacement:
 
 
 #: In these modules, functions that are jax.nn's are replaced.
-_MODULES = (
+MODULES = (
     "jax.nn",
     "jax.scipy.special",  # whose logsumexp is jax.nn's
     "flax.linen",
@@ -164,7 +164,7 @@ def _dispatch(name: str) -> Callable[..., jax.Array]:
     return patched
 
 
-_PATCH = Replacement(_MODULES, {original: _dispatch(name) for name, original in _ORIGINALS.items()})
+_PATCH = Replacement(MODULES, {original: _dispatch(name) for name, original in _ORIGINALS.items()})
 
 
 @contextlib.contextmanager

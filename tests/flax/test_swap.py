@@ -74,6 +74,57 @@ def test_linen_model(rng):
     cases.assert_same(got, wanted, ulp=256)
 
 
+class Activated(nn.Module):
+    """An activation between two dense layers; how: what becomes of the first layer's result."""
+
+    activation: str
+    how: str = "joined"
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(24, use_bias=self.how != "no bias", name="first")(x)
+        if self.how == "changed":
+            y = y + 1
+        if self.how == "another layer":
+            nn.Dense(24, name="other")(x)
+        functions = {"gelu": nn.gelu, "gelu_exact": lambda y: nn.gelu(y, approximate=False)}
+        z = functions.get(self.activation, getattr(nn, self.activation, None))(y)
+        return nn.Dense(8, name="last")(z + y if self.how == "used twice" else z)
+
+
+def _products(model, variables, x):
+    found = jaxops.explain(model.apply, variables, x, platform="cuda")
+    return sorted(call.detail.partition("; ")[2] for call in found.calls if call.kernel == "matmul")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "relu"])
+@pytest.mark.parametrize("how", ["joined", "used twice"])
+def test_activations_join_the_dense_layer_before_them(how, activation, dtype, rng):
+    model = Activated(activation, how)
+    x = jnp.asarray(rng.standard_normal((5, 16)), dtype)
+    swapped, report = linen.swap(model)
+    variables = jax.tree.map(lambda v: v.astype(dtype), jax.jit(model.init)(KEY, x))
+    got, wanted = (cases.value_and_gradients(m.apply, variables, x) for m in (swapped, model))
+    # In 16 bits the product is not rounded before the activation.
+    cases.assert_same(got, wanted, ulp=256 if dtype == "float32" else 8)
+    assert report.swapped == {"first": f"Dense with {activation}", "last": "Dense"}
+    assert _products(swapped, variables, x) == (["", activation] if how == "joined" else ["", "", activation])
+
+
+@pytest.mark.filterwarnings("ignore::jaxops.FallbackWarning")  # complex products
+@pytest.mark.parametrize("how", ["no bias", "changed", "another layer", "silu", "complex", "not traced"])
+def test_activations_that_join_no_layer(how, rng):
+    model = Activated({"silu": "silu", "complex": "relu"}.get(how, "gelu"), how)
+    x = jnp.asarray(rng.standard_normal((5, 16)), jnp.complex64 if how == "complex" else jnp.float32)
+    swapped, report = linen.swap(model)
+    variables = model.init(KEY, x)
+    got = (lambda f: f if how == "not traced" else jax.jit(f))(swapped.apply)(variables, x)
+    np.testing.assert_allclose(got, model.apply(variables, x), rtol=1e-5, atol=1e-5)
+    assert report.swapped["first"] == "Dense"
+    assert nn.gelu is jax.nn.gelu and "patched" not in repr(nn.gelu)
+
+
 class LinenMLP(nn.Module):
     names: tuple[str, ...]
     use_bias: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -124,15 +125,25 @@ def why_no_product(layer: Any) -> str | None:
     return None
 
 
-def dense(self: Any, inputs: jax.Array, activation: str | None = None) -> jax.Array:
+def dense(
+    self: Any,
+    inputs: jax.Array,
+    activation: str | None = None,
+    note: Callable[[jax.Array, Callable[..., jax.Array]], None] | None = None,
+) -> jax.Array:
+    """note: called with the result if there is a bias, and with the function of an activation that computes it."""
     inputs = arguments.inputs("Dense", inputs)
     shape = (inputs.shape[-1], self.features)
     kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
     bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
     inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-    return _functions.contract(
-        inputs, kernel, bias, axes=(inputs.ndim - 1,), activation=activation, precision=self.precision
+    multiply = functools.partial(
+        _functions.contract, inputs, kernel, bias, axes=(inputs.ndim - 1,), precision=self.precision
     )
+    out = multiply(activation=activation)
+    if note is not None and bias is not None:
+        note(out, multiply)
+    return out
 
 
 def _initialise_flat(init: Callable[..., Any], *flat: int) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +15,8 @@ from flax import linen as nn
 from flax.core import meta
 from jax.lax import dot_general as _jax_dot_general
 
-from jaxops._patch import patch_jax_nn
+from jaxops._arguments import FLOATS
+from jaxops._patch import MODULES, Replacement, patch_jax_nn
 from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
@@ -138,6 +140,8 @@ class _Scope:
         self.report = report
         self.products = products
         self.paths: list[str] = []
+        #: The last dense layer with a bias: its path, its result, and the function of an activation that computes it.
+        self.last_dense: tuple[str, jax.Array, Callable[..., jax.Array]] | None = None
 
     @property
     def path(self) -> str:
@@ -146,8 +150,52 @@ class _Scope:
     def note_function(self, name: str) -> None:
         self.report.swapped[f"{self.path}: {name}"] = name
 
+    def note_dense(self, out: jax.Array, multiply: Callable[..., jax.Array]) -> None:
+        self.last_dense = self.path, out, multiply
+
+    def activated(self, x: Any, activation: str | None) -> jax.Array | None:
+        """The activation of x, by the product whose result x is; None if x is no traced dense layer's result.
+
+        The product without the activation is computed only if something else uses it. Without a bias it would often be
+        a gated MLP's: there the activation is better joined to the multiplication behind it.
+        """
+        if self.last_dense is None or activation is None or not isinstance(x, jax.core.Tracer):
+            return None
+        path, out, multiply = self.last_dense
+        if x is not out or x.dtype.name not in FLOATS:
+            return None
+        self.report.swapped[path] = f"Dense with {activation}"
+        with jax.named_scope(path.rpartition("/")[2]):
+            return multiply(activation=activation)
+
 
 _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("jaxops_linen_scope", default=None)
+
+
+def _joined(original: Callable[..., jax.Array], activation: Callable[..., str | None]) -> Callable[..., jax.Array]:
+    """jax.nn's function, joined to the dense layer before it; activation: matmul's name for it, from its options."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def patched(*args, **kwargs):
+        scope, found = _scope.get(), None
+        if scope is not None:
+            with contextlib.suppress(TypeError):  # which the original raises
+                x, *options = signature.bind(*args, **kwargs).args
+                found = scope.activated(x, activation(*options))
+        return original(*args, **kwargs) if found is None else found
+
+    patched.__signature__ = signature
+    return patched
+
+
+def _of_gelu(approximate: Any = True) -> str | None:
+    return {True: "gelu", False: "gelu_exact"}.get(approximate) if isinstance(approximate, bool) else None
+
+
+_ACTIVATIONS = Replacement(
+    MODULES, {jax.nn.gelu: _joined(jax.nn.gelu, _of_gelu), jax.nn.relu: _joined(jax.nn.relu, lambda: "relu")}
+)
 
 
 class _Interceptor:
@@ -172,8 +220,10 @@ class _Interceptor:
             if swap.call is dense and not module.use_bias:
                 report._unbiased.add(path)
             if innermost:
-                attention = swap.call is _attention
-                options = {"products": self.scope.products, "report": report} if attention else {}
+                options = {
+                    _attention: {"products": self.scope.products, "report": report},
+                    dense: {"note": self.scope.note_dense},
+                }.get(swap.call, {})
                 next_method = functools.partial(swap.call, module, **options)
         self.scope.paths.append(path)
         try:
@@ -237,6 +287,7 @@ def _swapped(report: SwapReport, functions: bool, products: bool) -> Iterator[No
     with _layers_swapped(scope), known_causal_masks(), contextlib.ExitStack() as stack:
         if functions:
             stack.enter_context(patch_jax_nn(scope.note_function))
+            stack.enter_context(_ACTIVATIONS.active())
         yield
 
 
@@ -318,8 +369,8 @@ def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
 
     When the model is called (`init`, `apply`, inside another model, under `jax.jit`), its Flax layers run on jaxops:
     LayerNorm, RMSNorm, Dense, DenseGeneral, the attention layers, and subclasses that do not define `__call__`. So do
-    its own calls of `jax.nn.softmax`, `log_softmax` and `standardize`. A mask straight from `nn.make_causal_mask` is
-    recognised and not read.
+    its own calls of `jax.nn.softmax`, `log_softmax` and `standardize`. If a Dense layer has a bias, `nn.gelu` and
+    `nn.relu` of its result join its kernel. A mask straight from `nn.make_causal_mask` is recognised and not read.
 
     Some code stays with Flax:
 
