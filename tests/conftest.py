@@ -12,14 +12,15 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 os.environ.update(gpus.of_worker())
 
 # Before jax: eight devices wherever the tests run, unless the caller says otherwise. XLA's compiler takes most of the
-# tests' time, so it optimises less for the CPU. (At level 0 some of its results are wrong.) It emits fusions the older
-# way, does not unroll loops and does not split programs between threads: this takes .4 to .7 of the time.
+# tests' time, so it does less for the CPU: it optimises nothing, emits fusions the older way, unrolls no loops and does
+# not split programs between threads. This takes half of the time. Products and sums are then separate instructions, so
+# XLA's f32 activations are two to three times as inexact, for which the tests allow.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8",
         ""
         if os.path.exists("/proc/driver/nvidia/version")
-        else "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true "
+        else "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
         "--xla_cpu_parallel_codegen_split_count=1 "
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true,xla_cpu_disable_loop_unrolling=true",
         os.environ.get("XLA_FLAGS", ""),

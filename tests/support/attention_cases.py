@@ -194,7 +194,7 @@ def check(case: Case, rng, draws: int = 1) -> None:
             terms = max(query.shape[1], case.arrays["key"].shape[1])
             if name in ("sinks", "bias"):  # summed over the batch as well; on GPUs XLA's exp has an error of 2 ulp
                 terms, rounding = terms * query.shape[0], rounding + 2
-            rounding += 1.25 * terms**0.5
+            rounding += (1.25 if jax.default_backend() == "gpu" else 1.5) * terms**0.5
             if name in ("sinks", "bias"):  # sums over products with factors rounded to query's dtype
                 rounding *= float(jnp.finfo(query.dtype).eps / jnp.finfo(value.dtype).eps)
             other = (lambda c=cotangent, f=floats, n=name: reference(c, f)[n]) if theirs else None
