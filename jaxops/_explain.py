@@ -118,7 +118,11 @@ def _jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEqn, int | None, str]]:
-    """The equations without inner programs, how often they run, and the names around them."""
+    """The equations without inner programs, how often they run, and the names around them.
+
+    It leaves out equations whose results nothing uses.
+    """
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         stack = str(equation.source_info.name_stack)
@@ -174,8 +178,8 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     """Lists the jaxops kernels that a function runs, with shapes, bytes and operations.
 
     The function is traced, not run. Calls inside jit, scan, remat and other transformations count. To see the backward
-    pass, explain the gradient: `jaxops.explain(jax.grad(loss), x)`. The report lists both branches of a `cond`, and no
-    call whose result nothing uses, because XLA removes such calls.
+    pass, explain the gradient: `jaxops.explain(jax.grad(loss), x)`. The report lists both branches of a `cond`. It
+    leaves out calls whose results nothing uses, because XLA removes them.
 
     Args:
       function: a function of arrays, jitted or not.
@@ -212,11 +216,10 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
         return function(*args, **kwargs)
 
     # A new function, because an earlier trace may have used other settings.
-    whole = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced)).jaxpr
-    used, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars), instantiate=True)
-    # In a gradient's program, nothing may use what is gathered.
-    calls, products, gathered = [], 0, {*map(id, _gathered(whole))}
-    for equation, times, scope in _walk(used, 1, ""):
+    jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced)).jaxpr
+    # With the equations that _walk leaves out: a gradient's program does not use the loss.
+    calls, products, gathered = [], 0, {*map(id, _gathered(jaxpr))}
+    for equation, times, scope in _walk(jaxpr, 1, ""):
         name = equation.primitive.name
         products += name == "dot_general"
         name = name.removeprefix(_PREFIX)

@@ -110,15 +110,19 @@ def _takes(x: Any, axis: Any = -1, where: Any = None, epsilon: Any = 1e-5, algor
     )
 
 
-def _in_pallas_kernel(x: Any) -> bool:
-    """Whether x is traced as part of a Pallas kernel, whose compilers do not know jaxops' primitives."""
+def frames(x: Any) -> Iterator[Any]:
+    """The frames of the programs that x is traced into, from the innermost; none if x is computed at once."""
     trace = getattr(x, "_trace", None)
     while trace is not None:
-        traced_for = getattr(getattr(getattr(trace, "frame", None), "debug_info", None), "traced_for", "")
-        if traced_for.startswith(("pallas", "mpmd_map")):
-            return True
+        if (frame := getattr(trace, "frame", None)) is not None:
+            yield frame
         trace = getattr(trace, "parent_trace", None)
-    return False
+
+
+def _in_pallas_kernel(x: Any) -> bool:
+    """Whether x is traced as part of a Pallas kernel, whose compilers do not know jaxops' primitives."""
+    found = (getattr(getattr(frame, "debug_info", None), "traced_for", "") for frame in frames(x))
+    return any(traced_for.startswith(("pallas", "mpmd_map")) for traced_for in found)
 
 
 def _takes_logsumexp(a: Any, axis: Any = None, b: Any = None, **_) -> bool:

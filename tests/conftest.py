@@ -13,7 +13,7 @@ os.environ.update(gpus.of_worker())
 
 # Before jax: eight devices wherever the tests run, unless the caller says otherwise. XLA's compiler takes most of the
 # tests' time, so it does less for the CPU: it optimises nothing, emits fusions the older way, unrolls no loops and does
-# not split programs between threads. This takes half of the time. Products and sums are then separate instructions, so
+# not split programs between threads. Tests take half as long. Products and sums are then separate instructions, so
 # XLA's f32 activations are two to three times as inexact, for which the tests allow.
 os.environ["XLA_FLAGS"] = " ".join(
     [

@@ -21,6 +21,7 @@ from jaxops.flax import nnx as fast
 pytestmark = pytest.mark.usefixtures("full_precision")
 
 KEY = jax.random.key(0)
+GELU, RELU = jax.nn.gelu, jax.nn.relu
 
 
 class Block(nn.Module):
@@ -87,8 +88,8 @@ class Activated(nn.Module):
             y = y + 1
         if self.how == "another layer":
             nn.Dense(24, name="other")(x)
-        functions = {"gelu": nn.gelu, "gelu_exact": lambda y: nn.gelu(y, approximate=False)}
-        z = functions.get(self.activation, getattr(nn, self.activation, None))(y)
+        exact = {"gelu_exact": lambda y: nn.gelu(y, approximate=False)}
+        z = (exact.get(self.activation) or getattr(nn, self.activation))(y)
         return nn.Dense(8, name="last")(z + y if self.how == "used twice" else z)
 
 
@@ -122,7 +123,60 @@ def test_activations_that_join_no_layer(how, rng):
     got = (lambda f: f if how == "not traced" else jax.jit(f))(swapped.apply)(variables, x)
     np.testing.assert_allclose(got, model.apply(variables, x), rtol=1e-5, atol=1e-5)
     assert report.swapped["first"] == "Dense"
-    assert nn.gelu is jax.nn.gelu and "patched" not in repr(nn.gelu)
+
+
+def test_activations_are_restored(rng):
+    with pytest.raises(ZeroDivisionError), linen.swapped():
+        assert nn.gelu is not GELU and jax.nn.relu is not RELU
+        raise ZeroDivisionError
+    assert (nn.gelu, jax.nn.gelu, nn.relu, jax.nn.relu) == (GELU, GELU, RELU, RELU)
+
+
+def test_activations_at_another_precision(rng):
+    """A layer's product has the precision that is in force where the layer runs."""
+
+    class Precise(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            with jax.default_matmul_precision("default"):
+                y = nn.Dense(8)(x)
+            return nn.relu(y)
+
+    swapped, report = linen.swap(Precise())
+    jax.jit(swapped.init)(KEY, jnp.ones((2, 4)))
+    assert report.swapped == {"Dense_0": "Dense"}
+
+
+def test_activations_leak_no_tracer():
+    class Lifted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.remat(Activated)("gelu", name="remat")(x)
+            scanned = nn.scan(
+                lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
+            return scanned(Activated("relu", name="scan"), x, None)[0]
+
+    swapped, report = linen.swap(Lifted())
+    x = jnp.ones((5, 8))
+    variables = jax.jit(swapped.init)(KEY, x)
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda v: jnp.sum(swapped.apply(v, x) ** 2)))(variables)
+    assert report.swapped["remat/first"] == "Dense with gelu" and report.swapped["scan/first"] == "Dense with relu"
+
+
+def test_an_inner_swap_has_its_own_report():
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return self.inner(x)
+
+    inner, of_inner = linen.swap(Activated("gelu"), products=False)
+    outer, _ = linen.swap(Outer(inner))
+    jax.jit(outer.init)(KEY, jnp.ones((2, 4)))
+    assert set(of_inner.kept.values()) == {"products=False"}
 
 
 class LinenMLP(nn.Module):

@@ -131,7 +131,7 @@ def dense(
     activation: str | None = None,
     note: Callable[[jax.Array, Callable[..., jax.Array]], None] | None = None,
 ) -> jax.Array:
-    """note: called with the result if there is a bias, and with the function of an activation that computes it."""
+    """If there is a bias, calls `note` with the result and with a function that computes it with a given activation."""
     inputs = arguments.inputs("Dense", inputs)
     shape = (inputs.shape[-1], self.features)
     kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)

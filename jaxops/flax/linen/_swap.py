@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from flax import linen as nn
 from flax.core import meta
+from jax.extend.core import get_opaque_trace_state
 from jax.lax import dot_general as _jax_dot_general
 
 from jaxops._arguments import FLOATS
-from jaxops._patch import MODULES, Replacement, patch_jax_nn
+from jaxops._patch import MODULES, Replacement, frames, patch_jax_nn
 from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
@@ -140,8 +141,7 @@ class _Scope:
         self.report = report
         self.products = products
         self.paths: list[str] = []
-        #: The last dense layer with a bias: its path, its result, and the function of an activation that computes it.
-        self.last_dense: tuple[str, jax.Array, Callable[..., jax.Array]] | None = None
+        self.last_dense: _LastDense | None = None
 
     @property
     def path(self) -> str:
@@ -151,50 +151,72 @@ class _Scope:
         self.report.swapped[f"{self.path}: {name}"] = name
 
     def note_dense(self, out: jax.Array, multiply: Callable[..., jax.Array]) -> None:
-        self.last_dense = self.path, out, multiply
+        self.last_dense = _LastDense(self.path, out, multiply, _settings())
 
-    def activated(self, x: Any, activation: str | None) -> jax.Array | None:
-        """The activation of x, by the product whose result x is; None if x is no traced dense layer's result.
+    def joined(self, x: Any, activation: str | None) -> jax.Array | None:
+        """Computes the activation of x with the product that gave x; returns None if x is no such result.
 
-        The product without the activation is computed only if something else uses it. Without a bias it would often be
-        a gated MLP's: there the activation is better joined to the multiplication behind it.
+        The product without the activation is then dead code, unless the model uses it elsewhere. Without a bias a layer
+        is often a gated MLP's: there the activation is better joined to the multiplication behind it.
         """
-        if self.last_dense is None or activation is None or not isinstance(x, jax.core.Tracer):
+        last = self.last_dense
+        if last is None or x is not last.out or activation is None or x.dtype.name not in FLOATS:
             return None
-        path, out, multiply = self.last_dense
-        if x is not out or x.dtype.name not in FLOATS:
+        if last.settings != _settings() or not [*frames(x)]:  # without a frame, x is computed already
             return None
-        self.report.swapped[path] = f"Dense with {activation}"
-        with jax.named_scope(path.rpartition("/")[2]):
-            return multiply(activation=activation)
+        self.last_dense = None
+        with jax.named_scope(last.path.rpartition("/")[2]):
+            out = last.multiply(activation=activation)
+        self.report.swapped[last.path] += f" with {activation}"
+        return out
+
+
+class _LastDense(NamedTuple):
+    """The dense layer with a bias that ran last.
+
+    multiply computes its result `out` with a given activation. settings: the program that was traced, and JAX's
+    precision.
+    """
+
+    path: str
+    out: jax.Array
+    multiply: Callable[..., jax.Array]
+    settings: tuple[Any, ...]
+
+
+def _settings() -> tuple[Any, ...]:
+    return get_opaque_trace_state(convention="flax"), jax.config.jax_default_matmul_precision
 
 
 _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("jaxops_linen_scope", default=None)
 
 
-def _joined(original: Callable[..., jax.Array], activation: Callable[..., str | None]) -> Callable[..., jax.Array]:
-    """jax.nn's function, joined to the dense layer before it; activation: matmul's name for it, from its options."""
+def _joining(original: Callable[..., jax.Array], name: Callable[..., str | None]) -> Callable[..., jax.Array]:
+    """jax.nn's function; it joins the dense layer before it. name: gives matmul's name for it, from its options."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def patched(*args, **kwargs):
-        scope, found = _scope.get(), None
-        if scope is not None:
-            with contextlib.suppress(TypeError):  # which the original raises
-                x, *options = signature.bind(*args, **kwargs).args
-                found = scope.activated(x, activation(*options))
+        scope = _scope.get()
+        try:
+            x, *options = signature.bind(*args, **kwargs).args
+        except TypeError:
+            return original(*args, **kwargs)  # which raises the right error
+        found = None if scope is None else scope.joined(x, name(*options))
         return original(*args, **kwargs) if found is None else found
 
     patched.__signature__ = signature
     return patched
 
 
-def _of_gelu(approximate: Any = True) -> str | None:
-    return {True: "gelu", False: "gelu_exact"}.get(approximate) if isinstance(approximate, bool) else None
+def _gelu_name(approximate: Any = True) -> str | None:
+    if not isinstance(approximate, bool):
+        return None
+    return "gelu" if approximate else "gelu_exact"
 
 
 _ACTIVATIONS = Replacement(
-    MODULES, {jax.nn.gelu: _joined(jax.nn.gelu, _of_gelu), jax.nn.relu: _joined(jax.nn.relu, lambda: "relu")}
+    MODULES, {jax.nn.gelu: _joining(jax.nn.gelu, _gelu_name), jax.nn.relu: _joining(jax.nn.relu, lambda: "relu")}
 )
 
 
@@ -230,6 +252,8 @@ class _Interceptor:
             out = next_method(*args, **kwargs)
         finally:
             self.scope.paths.pop()
+            if swap is None or swap.call is not dense:  # no activation follows, and JAX may look for leaked tracers
+                self.scope.last_dense = None
         if path not in report.swapped:
             if swap is not None:
                 report.kept[path] = why
@@ -257,7 +281,8 @@ def swapped(*, functions: bool = True, products: bool = True) -> Iterator[SwapRe
     :func:`jax.jit` or `nn.jit` traced earlier does not change; `swap` has no such pitfall.
 
     Args:
-      functions: also replace jax.nn's functions, as :func:`jaxops.patch_jax_nn` does, for models that call them.
+      functions: also replace jax.nn's functions, as :func:`jaxops.patch_jax_nn` does, for models that call them, and
+        join `gelu` and `relu` to dense layers, as :func:`swap` does.
       products: also swap dense layers and the products of attention; False: leave matrix products to XLA.
 
     Yields:
@@ -317,7 +342,7 @@ def _swapped_class(cls: type[nn.Module], products: bool) -> type[nn.Module]:
         @functools.wraps(method)
         def call(self, *args, **kwargs):
             scope = _scope.get()
-            if scope is not None and self.swap_report in (None, scope.report):
+            if scope is not None and (self.swap_report is None or self.swap_report is scope.report):
                 return method(self, *args, **kwargs)
             with _swapped(self.swap_report or SwapReport(), functions=True, products=products):
                 return method(self, *args, **kwargs)
