@@ -54,8 +54,8 @@ Error LaunchForward(Device stream, const Problem& p, const attention::Reach& rea
 //   128     128 x 128          460   652    712        611    707    743
 //   192     128 x 96                 657
 //   256     128 x 80                 665
-// 192 query rows are faster where there are many tiles and each sees more than a few key blocks: 82 us instead of 87
-// for 8 x 1024 tokens, full; causal 4 x 2048 tokens are still slower, 96 instead of 91. At depth 128, 128 x 176 tiles
+// 192 query rows are faster where there are many tiles and each sees more than a few key blocks: 80 us instead of 85
+// for 8 x 1024 tokens, full; causal 4 x 2048 tokens are still slower, 95 instead of 91. At depth 128, 128 x 176 tiles
 // gain 2 % from 8192 keys on, and lose 9 % in causal calls with 2048. General calls wait for each product; the work on
 // scores bounds them.
 template <class T>

@@ -12,8 +12,8 @@
 // Blocks are persistent and take query tiles from a counter, the tiles with the most keys first. Heads whose keys and
 // values fit the L2 cache together are taken together. One thread needs a thousand cycles to find a tile's head, rows
 // and key blocks, half as long as a step with 128 keys takes. The planning warp does it while the others are at the
-// tile before: 8 x 512 tokens (full, 16 heads of depth 64) take 27.2 us instead of 30.6, causal 4 x 4096 tokens (depth
-// 64) 300 instead of 305.
+// tile before: 316 TFLOP/s instead of 281 for 8 x 512 tokens (full, 16 heads of depth 64), 458 instead of 450 for
+// causal 4 x 4096 tokens.
 #ifndef JAXOPS_OPS_ATTENTION_FORWARD_CUH_
 #define JAXOPS_OPS_ATTENTION_FORWARD_CUH_
 
