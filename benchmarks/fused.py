@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
+import time
 from typing import Any
 
 import jax
@@ -97,6 +99,7 @@ class Llama:
 
 
 CASES = (Llama(1, 4096), Llama(4, 1024))
+DEEP = (Llama(1, 4096, layers=48),)
 SMALL = (Llama(1, 64, layers=2, width=64, heads=2, hidden=128, vocabulary=256),)
 
 
@@ -148,5 +151,31 @@ def run(settings: harness.Settings) -> bool:
             "; ".join(" ".join(f"{x:.4f}" for x in losses[name]) for name in losses),
         )
         settings.console.print(reports[0], markup=False)
-    settings.console.print(shown)
+    if shown.rows:
+        settings.console.print(shown)
+    _compile(settings)
     return alike
+
+
+def _compile(settings: harness.Settings) -> None:
+    """Prints how long a deep model's step takes to trace and to compile: the first time in a process, nothing runs."""
+    shown = table.Table(title="Seconds until a step runs", title_justify="left")
+    for heading in ("model", "", "loss traced", "step lowered", "step compiled"):
+        shown.add_column(heading, justify="left" if heading in ("model", "") else "right")
+    cases = settings.select(SMALL if settings.quick else DEEP, lambda case: f"fuse, compiled: {case.label}")
+    for case in settings.bar(cases, lambda case: f"compiled: {case.label}"):
+        parameters = jax.eval_shape(case.parameters, jax.random.key(0))
+        tokens = jax.ShapeDtypeStruct((case.sequences, case.tokens), jnp.int32)
+        jax.make_jaxpr(case.loss)(parameters, tokens)  # what JAX does once for all functions
+        for name, loss in (("plain", case.loss), ("fused", jaxops.fuse(case.loss))):
+            times = [time.perf_counter()]
+            jax.make_jaxpr(loss)(parameters, tokens)
+            times.append(time.perf_counter())
+            lowered = _step(loss).lower(parameters, tokens)
+            times.append(time.perf_counter())
+            lowered.compile()
+            times.append(time.perf_counter())
+            seconds = [f"{b - a:.1f}" for a, b in itertools.pairwise(times)]
+            shown.add_row(case.label, name, *seconds)
+    if shown.rows:
+        settings.console.print(shown)

@@ -100,7 +100,14 @@ erfc = _smooth(_erfc, lambda x, y: -2 / math.sqrt(math.pi) * np.exp(-x * x))
 
 def select(which: Any, no: Any, yes: Any) -> Dual:
     no, yes = dual(no), dual(yes)
-    return Dual(*(np.where(which, b, a) for a, b in ((no.value, yes.value), (no.tangent, yes.tangent))))
+    value = np.where(which, yes.value, no.value)
+    return Dual(value, np.where(which, yes.tangent, no.tangent) if value.dtype.kind == "f" else 0.0)
+
+
+def thin(x: Dual) -> Dual:
+    """The entries without repetition: axes along which a broadcast repeats them have size 1."""
+    value, tangent = (a[tuple(slice(None) if step else slice(1) for step in a.strides)] for a in (x.value, x.tangent))
+    return Dual(np.broadcast_to(value, np.broadcast_shapes(value.shape, tangent.shape)), tangent)
 
 
 def maximum(a: Dual, b: Dual) -> Dual:
@@ -215,11 +222,8 @@ def evaluate(name: str, params: dict[str, Any], operands: Sequence[Dual], shape:
             return _gathered(first, operands[1].value, params)
         case "iota":
             axis = params["dimension"]
-            return Dual(
-                np.broadcast_to(
-                    np.arange(shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(shape))]), shape
-                )
-            )
+            positions = np.arange(shape[axis]).reshape([-1 if a == axis else 1 for a in range(len(shape))])
+            return Dual(np.broadcast_to(positions, shape))
     return None
 
 

@@ -10,11 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxops._fuse._arithmetic import ELEMENTWISE, Dual, evaluate, evaluate_jaxpr
+from jaxops._fuse._arithmetic import ELEMENTWISE, Dual, evaluate, evaluate_jaxpr, thin
 from jaxops._fuse._graph import COPIES, Graph, Node, Value, is_of_jax
 
 #: The most nodes that are looked at for one match.
 _LIMIT = 300
+
+#: The most entries of an array, such as a causal mask, that is computed at trace time.
+_LARGEST = 2**26
 
 MOVES = frozenset({"broadcast_in_dim", "transpose", "reshape", "squeeze", "expand_dims", *COPIES})
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max"})
@@ -533,9 +536,9 @@ def _is_known_function(node: Node) -> bool:
     return node.name == "custom_jvp_call" and is_of_jax(node.params["call_jaxpr"].jaxpr)
 
 
-def known_value(value: Value, largest: int = 2**26, most: int = 40) -> np.ndarray | None:
-    """The value if it is known at trace time: made from constants and positions."""
-    if math.prod(value.shape) > largest:
+def known_value(value: Value, most: int = 40) -> np.ndarray | None:
+    """The value if it is known at trace time: made from constants and positions, with `_LARGEST` entries or fewer."""
+    if math.prod(value.shape) > _LARGEST:
         return None
     env: dict[Value, Dual] = {}
 
@@ -554,20 +557,25 @@ def known_value(value: Value, largest: int = 2**26, most: int = 40) -> np.ndarra
         if node.name == "input" or node.has_effects or len(node.avals) != 1 or not all(map(compute, node.inputs)):
             return False
         operands = [env[v] for v in node.inputs]
+        if node.name in ELEMENTWISE:
+            operands = [thin(x) for x in operands]
         found = evaluate(node.name, node.params, operands, value.shape)
         if found is not None:
-            env[value] = found
+            env[value] = found.map(lambda x: np.broadcast_to(x, value.shape))
         return found is not None
 
     return env[value].value if compute(value) else None
+
+
+Known = Callable[[Value], np.ndarray | None]
 
 
 def _is_numbers(value: Any) -> bool:
     return isinstance(value, np.ndarray | np.generic | jax.Array | bool | int | float)
 
 
-def random_operands(cone: Cone, seed: int, scale: float, shift: float) -> tuple[Dual, list[Dual]]:
-    """Source rows, and leaves, with tangents, all different."""
+def random_operands(cone: Cone, seed: int, scale: float, shift: float, known: Known) -> tuple[Dual, list[Dual]]:
+    """Source rows, and leaves, with tangents, all different. Known masks and labels are given as they are."""
     rng = np.random.default_rng(seed)
 
     def draw(shape, scale, shift):
@@ -580,8 +588,8 @@ def random_operands(cone: Cone, seed: int, scale: float, shift: float) -> tuple[
         shape = cone.small(leaf)
         if leaf.is_float:
             leaves.append(draw(shape, 1.0, 0.3))
-        elif (known := known_value(leaf)) is not None:
-            leaves.append(Dual(known[tuple(map(slice, shape))]))
+        elif (value := known(leaf)) is not None:
+            leaves.append(Dual(value[tuple(map(slice, shape))]))
         elif leaf.dtype == np.bool_:
             leaves.append(Dual(rng.random(shape) < 0.7))
         else:
@@ -592,10 +600,10 @@ def random_operands(cone: Cone, seed: int, scale: float, shift: float) -> tuple[
 Reference = Callable[..., Dual]
 
 
-def agrees(cone: Cone, reference: Reference, trials: Sequence[tuple[float, float]]) -> bool:
+def agrees(cone: Cone, reference: Reference, trials: Sequence[tuple[float, float]], known: Known) -> bool:
     """Whether a cone computes the same values and tangents as `reference`, on random rows with several magnitudes.
 
-    trials: the source entries' standard deviation and mean.
+    trials: the source entries' standard deviation and mean; known: `known_value`, perhaps remembered.
     """
     for value in (cone.source, *cone.leaves):
         if not (value.is_float or value.dtype == np.bool_ or jax.numpy.issubdtype(value.dtype, np.integer)):
@@ -605,7 +613,7 @@ def agrees(cone: Cone, reference: Reference, trials: Sequence[tuple[float, float
     tolerance = cone.tolerance
     with np.errstate(all="ignore"):
         for seed, (scale, shift) in enumerate(trials):
-            source, leaves = random_operands(cone, seed, scale, shift)
+            source, leaves = random_operands(cone, seed, scale, shift, known)
             got, wanted = cone.evaluate(source, leaves), reference(source, *leaves)
             for a, b in ((got.value, wanted.value), (got.tangent, wanted.tangent)):
                 if a.shape != b.shape or not np.isfinite(b).all():

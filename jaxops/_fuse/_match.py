@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxops._fuse._cone import Cone, Reference, agrees
+from jaxops._fuse._cone import Cone, Reference, agrees, known_value
 from jaxops._fuse._graph import Graph, Node, Value, description
 
 
@@ -46,18 +47,28 @@ class Search:
         self.graph = graph
         self.taken: set[Node] = set()
         self._checked = checked
+        self._known: dict[tuple, Any] = {}
 
     def agrees(self, cone: Cone, what: tuple, reference: Reference, trials: Sequence[tuple[float, float]]) -> bool:
         """As `agrees`; what: the reference, hashable. Equal layers are checked once."""
         key = (*cone.key(), what)
         if key not in self._checked:
-            self._checked[key] = agrees(cone, reference, trials)
+            self._checked[key] = agrees(cone, reference, trials, self.known)
         return self._checked[key]
 
+    def known(self, value: Value) -> np.ndarray | None:
+        """As `known_value`, once for all layers."""
+        return _remembered(self._known, (), value, lambda: known_value(value))
+
     def remembered(self, key: tuple, value: Value, compute: Callable[[], Any]) -> Any:
-        """compute(), once for all values that are computed alike from the same constants, as in each layer."""
-        described, constants = description(value)
-        key = (*key, described)
-        if key not in self._checked:
-            self._checked[key] = compute(), constants  # whose identities are in the key
-        return self._checked[key][0]
+        """compute(), once for all layers, and for all traces of the function."""
+        return _remembered(self._checked, key, value, compute)
+
+
+def _remembered(found: dict, key: tuple, value: Value, compute: Callable[[], Any]) -> Any:
+    """compute(), once for all values that are computed alike from the same constants."""
+    described, constants = description(value)
+    key = (*key, described)
+    if key not in found:
+        found[key] = compute(), constants  # whose identities are in the key
+    return found[key][0]

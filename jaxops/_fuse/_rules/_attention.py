@@ -24,7 +24,7 @@ import numpy as np
 import jaxops
 from jaxops import _arguments as arguments
 from jaxops._fuse import _arithmetic as numerics
-from jaxops._fuse._cone import MOVES, Cone, Refusal, added_mask, core, is_cast, known_value, onward, widens
+from jaxops._fuse._cone import MOVES, Cone, Refusal, added_mask, core, is_cast, onward, widens
 from jaxops._fuse._graph import COPIES, Node, Value
 from jaxops._fuse._match import Match, Search
 from jaxops._fuse._rules._softmaxes import exponentials, less_maximum
@@ -34,9 +34,6 @@ OP = "dot_product_attention"
 ANCHORS = frozenset({"reduce_sum"})
 
 _TRIALS = ((1.0, 0.2), (2.0, -0.5))
-
-#: The largest causal mask, in entries, that is compared with one that is known at trace time.
-_KNOWN = 2**26
 
 
 @dataclasses.dataclass
@@ -359,7 +356,7 @@ def _shows(search: Search, mask: Value, seen: bool, cone: Cone, layout: _Layout,
     lengths = (sizes["query"], sizes["key"])
 
     def compute() -> str | None:
-        known = known_value(mask, _KNOWN)
+        known = search.known(mask)
         if known is None:
             return None
         known = known if seen else ~known
