@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -324,7 +325,7 @@ def attention_calls() -> Iterator[frames.Call]:
         if handler == "attention_fwd":
             yield attention_call(handler, code, depth, ("key_value_lengths",), (3, 1000))  # few queries
             if depth == 64:
-                yield attention_call(handler, code, depth, (), (2056, 392))  # many queries
+                yield attention_call(handler, code, depth, (), (2056, 1032))  # many queries and keys
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -333,10 +334,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e6, help="begin no more calls when they are over")
-    parser.add_argument("--rows-only", action="store_true", help="without those of products and attention")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="handlers in whose names it is found")
     options = parser.parse_args(arguments)
-    calls = distinct_calls() + ([] if options.rows_only else [*attention_calls(), *matmul_calls(), *gated_calls()])
-    calls = calls[options.part :: options.parts]
+    calls = [*distinct_calls(), *attention_calls(), *matmul_calls(), *gated_calls()]
+    calls = [call for call in calls if re.search(options.only, call.handler)][options.part :: options.parts]
     memory, rng = frames.Device(), np.random.default_rng(0)
     start, done = time.monotonic(), 0
     for call in calls:

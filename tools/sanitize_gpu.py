@@ -8,8 +8,8 @@ tools watch the memory themselves.
 
 Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
 each process that fails, and a summary; exits non-zero if one fails. `--only "memcheck (softmax|layer_norm) float32"`
-runs the processes whose names match the expression, `--only racecheck` a tool alone. `--run-seconds` stops the calls
-early.
+runs the processes whose names match the expression, `--only racecheck` a tool alone, `--only racecheck --calls
+attention` the calls of some handlers. `--run-seconds` stops the calls early.
 synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
 of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
@@ -74,8 +74,8 @@ def test_runs(tool: str, ids: list[str]) -> list[Run]:
 def call_runs(tool: str, parts: int, options: argparse.Namespace) -> list[Run]:
     """A call for each plan, under a tool; they stop when the seconds are over."""
     command = (*CALLS, "--parts", str(parts), "--seconds", str(options.run_seconds))
-    # initcheck does not see what matmul's kernels store.
-    command += ("--rows-only",) if tool == "initcheck" else ()
+    # initcheck does not see what the kernels of products and attention store.
+    command += ("--only", options.calls or ("(softmax|norm)_" if tool == "initcheck" else ""))
     return [Run(tool, f"calls {i}", (*command, "--part", str(i))) for i in range(parts)]
 
 
@@ -117,6 +117,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--once", default="racecheck", metavar="TOOLS", help="the tools under which each plan runs once"
     )
+    parser.add_argument("--calls", metavar="PATTERN", help="calls of the handlers in whose names it is found")
     parser.add_argument("--run-seconds", type=float, default=1e6, help="begin no more calls when they are over")
     options, more = parser.parse_known_args(arguments)
     devices = gpus.visible()
@@ -124,8 +125,8 @@ def main(arguments: list[str]) -> int:
         parser.error("no GPU is visible")
     jobs = options.jobs or min(12 * len(devices), os.cpu_count() or 1)
     once = [tool for tool in TOOLS if tool in options.once.split(",")]
-    if "synccheck" in once:
-        parser.error("synccheck takes the tests alone: the calls have too many clusters for it")
+    if "synccheck" in once and not options.calls:
+        parser.error("synccheck takes the tests alone, or --calls of kernels without clusters, such as attention's")
     every, ids = [], []
     named = [tool for tool in TOOLS if tool in options.only]
     for tool in named or TOOLS:
