@@ -102,7 +102,8 @@ def test_op(tmp_path, includes):
     source = tmp_path / "ffi/ops/l2_normalize/l2_normalize_cpu.cc"
     options = ["-O1", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-fPIC", "-shared"]
     subprocess.run(["g++", *options, *includes, str(source), "-o", str(library)], check=True)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, os.environ.get("PYTHONPATH", ""))))}
+    path = os.pathsep.join(map(str, (ROOT, os.environ.get("PYTHONPATH", ""))))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     files = [tmp_path / name for name in ("jaxops/ops/l2_normalize.py", "tests/support/ops.py")]
     subprocess.run(
         [sys.executable, "-c", RUN, str(library), *map(str, files)], cwd=ROOT / "tests", env=environment, check=True
