@@ -446,7 +446,7 @@ def draw_parameters(module: nn.Module, batch: dict[str, jax.Array]) -> Any:
 
 
 def make_step(module: Any) -> Callable[..., Any]:
-    """A jitted AdamW step (rate 3e-4, decay 0.1).
+    """A jitted AdamW step (rate 3e-5, decay 0.1).
 
     (parameters, first moments, second moments, step), batch -> the same, the loss.
     """
@@ -460,7 +460,7 @@ def make_step(module: Any) -> Callable[..., Any]:
 
         def update(p, m, v):
             m, v = m / (1 - 0.9**count), v / (1 - 0.95**count)
-            return p - 3e-4 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p)
+            return p - 3e-5 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p)
 
         return (jax.tree.map(update, parameters, first, second), first, second, count), loss
 

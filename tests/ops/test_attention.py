@@ -634,6 +634,42 @@ def test_kernels_of_biases(shape, depth, dtype, rng):
 
 
 @on_hopper
+@pytest.mark.parametrize("depth", [64, 128, 192])
+@pytest.mark.parametrize("kind", ["lengths", "mask", "gaps", "segments", "bias"])
+def test_kernels_of_many_tiles_that_nothing_sees(kind, depth, rng):
+    """A block's tiles, most of them empty, follow each other in the same memory: as few sequences, a tile a block."""
+    batch, tokens, heads, groups, few = 96, 512, 4, 2 if kind in ("mask", "segments") else 4, 4
+    lengths = rng.integers(1, 200, batch).astype(np.int32)
+    query, key, value, dout = (
+        rng.standard_normal((batch, tokens, n, depth)).astype("bfloat16") for n in (heads, groups, groups, heads)
+    )
+    seen = np.arange(tokens) < lengths[:, None]
+    dout = np.where(seen[..., None, None], dout, 0).astype("bfloat16")
+    pairs = (seen[:, :, None] & seen[:, None])[:, None]
+    segments = np.where(seen, 1, np.arange(tokens) + 2).astype(np.int32)  # those of one token each
+    masks = {
+        "lengths": {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths},
+        "mask": {"mask": pairs},
+        "gaps": {"mask": pairs & (rng.random(pairs.shape) < 0.9)},
+        "segments": {"query_segment_ids": segments, "key_value_segment_ids": segments},
+        "bias": {"bias": np.where(pairs, 0, -np.inf).astype("bfloat16"), "key_value_seq_lengths": lengths},
+    }[kind]
+
+    @jax.jit
+    def run(operands, masks, dout):
+        out, pull = jax.vjp(lambda operands: attend(*operands, **masks, implementation="jaxops"), operands)
+        return jnp.where((dout != 0).any((2, 3), keepdims=True), out, 0), *pull(dout)[0]
+
+    found = run((query, key, value), masks, dout)
+    for i in range(0, batch, few):
+        part = slice(i, i + few)
+        wanted = run(tuple(x[part] for x in (query, key, value)), {k: x[part] for k, x in masks.items()}, dout[part])
+        for got, right in zip(found, wanted, strict=True):
+            got, right = np.asarray(got[part], np.float32), np.asarray(right, np.float32)
+            assert np.linalg.norm(got - right) <= 1e-2 * np.linalg.norm(right)
+
+
+@on_hopper
 def test_kernels_of_more_documents_than_they_count(rng):
     case = draw(rng, (1, 10000, 10000, 1, 1, 64), "bfloat16", is_causal=True)
     case.arrays["query_segment_ids"] = (np.arange(10000, dtype=np.int32) // 2)[None]

@@ -395,6 +395,8 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
     const auto await_place = [&](int parts) {
       shared.PartEmpty(group, parts % Tile::kStaging).Wait((parts / Tile::kStaging & 1) ^ 1);
     };
+    // The previous tile's dV has left the space for dS, which this tile's dV takes too, even after no step.
+    const auto await_values = [&] { await_place(steps + k - 1 + Tile::kStaging); };
     const auto own_key = [&] { return tile[kFirstKey] + 64 * group + warp * 16 + lane / 4; };
     int accumulate = 0;  // the first products overwrite dk and dv: zeros before them would serialise all (C7515)
     shared.KeysFull().Wait(k & 1);
@@ -516,8 +518,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
             gradients();
           }
           if constexpr (!Tile::kGeneral) Round<T>(drounded, dscores);
-          if (!accumulate)
-            await_place(steps + k - 1 + Tile::kStaging);  // the previous tile's dV has left the space for dS
+          if (!accumulate) await_values();
           StoreRounded(shared.Scores(steps & 1), kKeyChunk, 64 * group, drounded);
           if constexpr (Tile::kLateValues || Tile::kGeneral) add_values();
           hopper::FenceRegisters();
@@ -576,6 +577,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
     if (!accumulate) {  // nothing sees these keys
 #pragma unroll
       for (int i = 0; i < kDepth / 2; ++i) dk[i] = dv[i] = 0;
+      await_values();
     }
     // Keys and values may be overwritten: the next ones are on their way while these results leave.
     if (!accumulate) hopper::FenceSharedForCopies();  // as steps do
