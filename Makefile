@@ -53,7 +53,8 @@ build: $(VENV)/ready $(headers)/ready ## Build and install jaxops, editable, int
 	$(python) -m pip install --quiet --no-build-isolation --no-deps --editable . \
 	  --config-settings=cmake.define.JAXOPS_FFI_INCLUDE_DIR=$(CURDIR)/$(headers)/jaxlib/include \
 	  $(if $(gpu_half),--config-settings=cmake.define.JAXOPS_CUDA=$(gpu_half)) \
-	  $(if $(CUDA_ARCHITECTURES),--config-settings='cmake.define.JAXOPS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)')
+	  $(if $(CUDA_ARCHITECTURES),--config-settings='cmake.define.JAXOPS_CUDA_ARCHITECTURES=$(CUDA_ARCHITECTURES)') \
+	  $(if $(racecheck),--config-settings=cmake.define.JAXOPS_RACECHECK=$(racecheck))
 
 test: build ## Run the tests without the slow ones
 	$(python) -m pytest $(or $(ARGS),$(processes))
@@ -96,6 +97,7 @@ sanitize: build ## Test the CPU handlers under sanitizers
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) thread -m '' \
 	  tests/handlers/test_frames.py -k 'not cuda' $(ARGS)
 
+sanitize-gpu: racecheck = ON
 sanitize-gpu: build ## Test the GPU handlers under compute-sanitizer; ARGS='--only "memcheck matmul"'
 	$(python) tools/sanitize_gpu.py $(ARGS)
 

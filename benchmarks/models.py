@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,19 @@ from flax import linen as nn
 import jaxops
 from jaxops.flax import linen
 
-BF16 = jnp.bfloat16
+DTYPE = jnp.bfloat16  # of activations
 Attention = Callable[..., jax.Array]
+
+
+@contextlib.contextmanager
+def computed_in(dtype: Any) -> Iterator[None]:
+    """Models that are traced inside compute in that dtype."""
+    global DTYPE
+    before, DTYPE = DTYPE, dtype
+    try:
+        yield
+    finally:
+        DTYPE = before
 
 
 class Parts(NamedTuple):
@@ -122,14 +134,14 @@ class EncoderBlock(nn.Module):
         """Self-attention on `[batch, tokens, width]`."""
         function = self.parts.attention
         if function is None:
-            attend = layers.MultiHeadDotProductAttention(self.heads, dtype=BF16, name="attention")
+            attend = layers.MultiHeadDotProductAttention(self.heads, dtype=DTYPE, name="attention")
             return lambda x: attend(x, mask=self._mask(x, lengths))
 
         def attention(query, key, value, mask=None, **_):
             del mask
             return function(query, key, value, causal=self.causal, lengths=lengths)
 
-        return layers.MultiHeadDotProductAttention(self.heads, dtype=BF16, name="attention", attention_fn=attention)
+        return layers.MultiHeadDotProductAttention(self.heads, dtype=DTYPE, name="attention", attention_fn=attention)
 
     def _mask(self, x: jax.Array, lengths: jax.Array | None) -> jax.Array | None:
         if self.causal:
@@ -144,14 +156,14 @@ class EncoderBlock(nn.Module):
         """`[batch, tokens, width]`, and if fused the sum before it; the same."""
         layers = linen if self.parts.fused else nn
         width = x.shape[-1]
-        norms = [layers.LayerNorm(dtype=BF16, name=f"LayerNorm_{i}") for i in range(2)]
+        norms = [layers.LayerNorm(dtype=DTYPE, name=f"LayerNorm_{i}") for i in range(2)]
         attend = self._attention(layers, lengths)
-        narrow = layers.Dense(width, dtype=BF16, name="narrow")
+        narrow = layers.Dense(width, dtype=DTYPE, name="narrow")
 
         def perceptron(y):
             if self.parts.fused:
-                return narrow(linen.Dense(4 * width, dtype=BF16, activation="gelu", name="widen")(y))
-            return narrow(nn.gelu(nn.Dense(4 * width, dtype=BF16, name="widen")(y)))
+                return narrow(linen.Dense(4 * width, dtype=DTYPE, activation="gelu", name="widen")(y))
+            return narrow(nn.gelu(nn.Dense(4 * width, dtype=DTYPE, name="widen")(y)))
 
         if not self.parts.fused:
             if self.after:
@@ -193,13 +205,13 @@ class Size:
 
 
 def _embed(size: Size, tokens: jax.Array) -> jax.Array:
-    embed = functools.partial(nn.Embed, features=size.width, dtype=BF16)
+    embed = functools.partial(nn.Embed, features=size.width, dtype=DTYPE)
     positions = embed(size.length, name="positions")(jnp.arange(size.length))
     return embed(size.vocabulary, name="tokens")(tokens) + positions
 
 
 def _last_norm(parts: Parts, x: jax.Array, residual: jax.Array | None) -> jax.Array:
-    norm = (linen if parts.fused else nn).LayerNorm(dtype=BF16, name="norm")
+    norm = (linen if parts.fused else nn).LayerNorm(dtype=DTYPE, name="norm")
     return norm(x) if residual is None else norm(x, residual=residual)[0]
 
 
@@ -271,16 +283,16 @@ class Vit(Gpt):
         """`[batch, patches, 768]` to logits."""
         size = self.size
         dense = (linen if self.parts.fused else nn).Dense
-        x = dense(size.width, dtype=BF16, name="embed")(patches)
+        x = dense(size.width, dtype=DTYPE, name="embed")(patches)
         first = self.param("class", nn.initializers.normal(0.02), (1, 1, size.width))
-        x = jnp.concatenate([jnp.broadcast_to(first.astype(BF16), (len(x), 1, size.width)), x], 1)
+        x = jnp.concatenate([jnp.broadcast_to(first.astype(DTYPE), (len(x), 1, size.width)), x], 1)
         positions = self.param("positions", nn.initializers.normal(0.02), (1, size.length + 1, size.width))
-        x, residual = x + positions.astype(BF16), None
+        x, residual = x + positions.astype(DTYPE), None
         for i in range(size.layers):
             x, residual = EncoderBlock(size.heads, self.parts, False, name=f"block_{i}")(x, residual, None)
         x = x[:, 0] if residual is None else x[:, 0] + residual[:, 0]
         x = _last_norm(self.parts, x, None)
-        return dense(size.vocabulary, dtype=BF16, name="head")(x)
+        return dense(size.vocabulary, dtype=DTYPE, name="head")(x)
 
     def loss(self, variables: Any, batch: dict[str, jax.Array]) -> jax.Array:
         """The mean over all images."""
@@ -290,7 +302,7 @@ class Vit(Gpt):
         """Random patches and labels."""
         shape = (self.size.batch, self.size.length, 768)
         return {
-            "patches": jax.random.normal(key, shape, BF16),
+            "patches": jax.random.normal(key, shape, DTYPE),
             "labels": jax.random.randint(key, shape[:1], 0, self.size.vocabulary),
         }
 
@@ -336,14 +348,14 @@ class LlamaBlock(nn.Module):
         """`[batch, tokens, width]`, and if fused the sum before it; the same."""
         size, parts = self.size, self.parts
         layers = linen if parts.fused else nn
-        dense = functools.partial(layers.Dense, use_bias=False, dtype=BF16)
-        norms = [layers.RMSNorm(dtype=BF16, name=f"RMSNorm_{i}") for i in range(2)]
+        dense = functools.partial(layers.Dense, use_bias=False, dtype=DTYPE)
+        norms = [layers.RMSNorm(dtype=DTYPE, name=f"RMSNorm_{i}") for i in range(2)]
 
         def attend(y):
             heads = {"query": size.heads, "key": size.heads // 4, "value": size.heads // 4}
             columns = {name: count * size.features for name, count in heads.items()}
             if parts.fused:  # one product for all three
-                kernels = [Kernel((size.width, n), name=name)().astype(BF16) for name, n in columns.items()]
+                kernels = [Kernel((size.width, n), name=name)().astype(DTYPE) for name, n in columns.items()]
                 ends = np.cumsum(list(columns.values()))[:-1]
                 projected = jnp.split(jaxops.matmul(y, jnp.concatenate(kernels, 1)), ends, -1)
             else:
@@ -363,7 +375,9 @@ class LlamaBlock(nn.Module):
                     "up": (size.width, size.inner),
                     "down": (size.inner, size.width),
                 }
-                return jaxops.gated_mlp(y, *(Kernel(shape, name=name)().astype(BF16) for name, shape in shapes.items()))
+                return jaxops.gated_mlp(
+                    y, *(Kernel(shape, name=name)().astype(DTYPE) for name, shape in shapes.items())
+                )
             gate, up = (dense(size.inner, name=name)(y) for name in ("gate", "up"))
             return dense(size.width, name="down")(nn.silu(gate) * up)
 
@@ -382,11 +396,11 @@ class Llama(Gpt):
     def __call__(self, tokens: jax.Array):
         """`[batch, tokens]` to hidden states and the vocabulary's kernel."""
         size, parts = self.size, self.parts
-        embed = nn.Embed(size.vocabulary, size.width, dtype=BF16, name="tokens")
+        embed = nn.Embed(size.vocabulary, size.width, dtype=DTYPE, name="tokens")
         x, residual = embed(tokens), None
         for i in range(size.layers):
             x, residual = LlamaBlock(size, parts, name=f"block_{i}")(x, residual)
-        norm = (linen if parts.fused else nn).RMSNorm(dtype=BF16, name="norm")
+        norm = (linen if parts.fused else nn).RMSNorm(dtype=DTYPE, name="norm")
         x = norm(x) if residual is None else norm(x, residual=residual)[0]
         return x, embed.embedding if size.tied else Kernel((size.width, size.vocabulary), name="logits")()
 

@@ -16,6 +16,14 @@ __device__ inline bool ElectLane() {
   return elected;
 }
 
+// How often a warp arrives at an mbarrier: its first lane arrives for all lanes, which have met before. racecheck does
+// not follow the other lanes to that arrival; for its sake, the build option JAXOPS_RACECHECK makes each lane arrive.
+#ifdef JAXOPS_RACECHECK
+inline constexpr int kWarpArrivals = 32;
+#else
+inline constexpr int kWarpArrivals = 1;
+#endif
+
 // An mbarrier, by its address. A phase ends when all arrivals and all expected bytes are in. On a fresh barrier,
 // waiting for parity 1 returns at once.
 struct Barrier {
@@ -25,6 +33,10 @@ struct Barrier {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
   }
   __device__ void Arrive() const { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory"); }
+  // Called by all lanes of a warp. lead: true in one of them.
+  __device__ void ArriveForWarp(bool lead) const {
+    if (kWarpArrivals > 1 || lead) Arrive();
+  }
   // Arrives if `arrives` is true, without a branch: here, or at another block's barrier, whose `address` is from
   // AddressIn.
   __device__ void ArriveIf(bool arrives) const {

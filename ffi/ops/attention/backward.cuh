@@ -122,25 +122,25 @@ struct BackwardShared {
 
   __device__ void Initialize() const {
     KeysFull().Initialize(1);
-    KeysEmpty().Initialize(8);
+    KeysEmpty().Initialize(8 * kWarpArrivals);
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       QueriesFull(stage).Initialize(1);
       CotangentsFull(stage).Initialize(1);
-      QueriesEmpty(stage).Initialize(8);
-      CotangentsEmpty(stage).Initialize(8);
+      QueriesEmpty(stage).Initialize(8 * kWarpArrivals);
+      CotangentsEmpty(stage).Initialize(8 * kWarpArrivals);
     }
     for (int group = 0; group < 2; ++group)
       for (int buffer = 0; buffer < Tile::kStaging; ++buffer) {
-        PartFull(group, buffer).Initialize(4);
+        PartFull(group, buffer).Initialize(4 * kWarpArrivals);
         PartEmpty(group, buffer).Initialize(1);
       }
     for (int stage = 0; stage < Tile::kExtraStages; ++stage) {
       ExtraFull(stage).Initialize(1);
-      ExtraEmpty(stage).Initialize(8);
+      ExtraEmpty(stage).Initialize(8 * kWarpArrivals);
     }
     for (int slot = 0; slot < 2; ++slot) {
       TileKnown(slot).Initialize(1);
-      TileRead(slot).Initialize(11);  // 8 warps that multiply, 2 that add, the one that loads keys
+      TileRead(slot).Initialize(11 * kWarpArrivals);  // 8 warps that multiply, 2 that add, the one that loads keys
     }
     hopper::FenceBarriers();
   }
@@ -153,7 +153,7 @@ struct BackwardShared {
       if (tile[kBatch] < 0) return;
       visit(tile, k);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) TileRead(k & 1).Arrive();
+      TileRead(k & 1).ArriveForWarp(threadIdx.x % 32 == 0);
     }
   }
 
@@ -497,7 +497,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
             if (fetched != Fetched::kNothing) {
               hopper::FenceSharedForCopies();  // the reads are before the refill
               __syncwarp();
-              if (lead) shared.ExtraEmpty(at_stage).Arrive();
+              shared.ExtraEmpty(at_stage).ArriveForWarp(lead);
             }
           } else if constexpr (Tile::kLateValues) {
             hopper::WaitProducts<1>();
@@ -541,13 +541,9 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
         hopper::WaitProducts<0>();
         hopper::Settle(dq);
         if constexpr (!kHalf) settle();
-        // The barrier above already orders all lanes' reads of lse and delta, but racecheck attributes the next lines
-        // to lane 0 alone.
-        __syncwarp();
-        if (lead) {
-          shared.QueriesEmpty(stage).Arrive();
-          shared.CotangentsEmpty(stage).Arrive();
-        }
+        __syncwarp();  // all lanes have read lse and delta
+        shared.QueriesEmpty(stage).ArriveForWarp(lead);
+        shared.CotangentsEmpty(stage).ArriveForWarp(lead);
         await_place(steps + k);
         const uint32_t part = shared.Part(group, part_buffer()) + threadIdx.x % kWarpgroup * 16;
 #pragma unroll
@@ -555,7 +551,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
           StoreShared(part + i * kWarpgroup * 16, float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]});
         hopper::FenceSharedForCopies();
         __syncwarp();
-        if (lead) shared.PartFull(group, part_buffer()).Arrive();
+        shared.PartFull(group, part_buffer()).ArriveForWarp(lead);
         ++steps;
       };
       [[maybe_unused]] constexpr std::true_type kYes;
@@ -582,7 +578,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
     // Keys and values may be overwritten: the next ones are on their way while these results leave.
     if (!accumulate) hopper::FenceSharedForCopies();  // as steps do
     __syncwarp();
-    if (lead) shared.KeysEmpty().Arrive();
+    shared.KeysEmpty().ArriveForWarp(lead);
     hopper::NamedSync(kBoth, 2 * kWarpgroup);  // dV takes dS's space, which nobody reads any more
     uint32_t result[kDepth / 4];
     Round<T>(result, dv);
@@ -594,7 +590,7 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
     StoreRounded(shared.Part(group, part_buffer()), kChunk<64>, 0, result);
     hopper::FenceSharedForCopies();
     __syncwarp();
-    if (lead) shared.PartFull(group, part_buffer()).Arrive();
+    shared.PartFull(group, part_buffer()).ArriveForWarp(lead);
   });
 }
 

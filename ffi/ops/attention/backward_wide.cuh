@@ -94,11 +94,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
   const auto taken = [=](int buffer) { return Barrier{barriers + (4 * kStages + 4 + buffer) * 8}; };
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (threadIdx.x == 0) {
-    ring.Initialize(8);
+    ring.Initialize(8 * kWarpArrivals);
     for (int i = 0; i < 2; ++i) {
       known(i).Initialize(1);
-      passed(i).Initialize(4);
-      taken(i).Initialize(4);
+      passed(i).Initialize(4 * kWarpArrivals);
+      taken(i).Initialize(4 * kWarpArrivals);
     }
     hopper::FenceBarriers();
   }
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
         StoreShared(box + i * kWarpgroup * 16,
                     float4{scores[4 * i], scores[4 * i + 1], scores[4 * i + 2], scores[4 * i + 3]});
       __syncwarp();
-      if (lead) passed(buffer).Arrive();
+      passed(buffer).ArriveForWarp(lead);
     } else {
       passed(buffer).Wait(steps / 2 & 1);
 #pragma unroll
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
         }
       }
       __syncwarp();
-      if (lead) taken(buffer).Arrive();
+      taken(buffer).ArriveForWarp(lead);
       Round<T>(rounded, scores);
     }
     hopper::FenceRegisters();
@@ -238,10 +238,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WideBackwardKeys(const __gr
     hopper::Settle(sums);
     hopper::Settle(rounded);
     __syncwarp();  // all lanes have read the statistics
-    if (lead) {
-      ring.Empty(kQuery, stage).Arrive();
-      ring.Empty(kCotangent, stage).Arrive();
-    }
+    ring.Empty(kQuery, stage).ArriveForWarp(lead);
+    ring.Empty(kCotangent, stage).ArriveForWarp(lead);
     accumulate = 1;
     ++steps;
   };
@@ -284,7 +282,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const auto known = [=](int group) { return Barrier{at_stage(2, 0) + (4 * kStages + group) * 8}; };
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (threadIdx.x == 0) {
-    ring.Initialize(8);
+    ring.Initialize(8 * kWarpArrivals);
     known(0).Initialize(1);
     known(1).Initialize(1);
     hopper::FenceBarriers();
@@ -381,7 +379,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     hopper::WaitProducts<0>();
     hopper::Settle(scores);
     hopper::Settle(dscores);
-    if (lead) ring.Empty(kValue, stage).Arrive();
+    ring.Empty(kValue, stage).ArriveForWarp(lead);
     const bool masked = block < span.whole_first || block >= span.whole_last;
     if constexpr (Tile::kGeneral) {
       const GeneralScores<T, kKeys> general(p, range, at.batch, {at.head, at.head}, {row, row + 8}, compared);
@@ -401,7 +399,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     hopper::WaitProducts<0>();
     hopper::Settle(dq);
     hopper::Settle(drounded);
-    if (lead) ring.Empty(kKey, stage).Arrive();
+    ring.Empty(kKey, stage).ArriveForWarp(lead);
   }
   uint32_t result[kDepth / 4];
 #pragma unroll

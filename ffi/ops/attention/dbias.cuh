@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(BiasTile::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       full(stage).Initialize(1);
-      empty(stage).Initialize(8);
+      empty(stage).Initialize(8 * kWarpArrivals);
     }
     hopper::FenceBarriers();
   }
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(BiasTile::kThreads, 1)
       hopper::WaitProducts<0>();
       hopper::Settle(scores);
       hopper::Settle(dscores);
-      if (lane == 0) empty(stage).Arrive();
+      empty(stage).ArriveForWarp(lane == 0);
     }
     float lse[2], delta[2];
 #pragma unroll

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
   };
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage)
-      for (int which = 0; which < 4; ++which) barrier(which, stage).Initialize(which % 2 ? 4 : 1);
+      for (int which = 0; which < 4; ++which) barrier(which, stage).Initialize(which % 2 ? 4 * kWarpArrivals : 1);
     hopper::FenceBarriers();
   }
   __syncthreads();
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     hopper::CommitProducts();
     hopper::WaitProducts<0>();
     hopper::Settle(scores);
-    if (lead) barrier(1, stage).Arrive();
+    barrier(1, stage).ArriveForWarp(lead);
     general.Finish(scores, block * kKeys + column,
                    p.query_segments || block < visited.whole_first || block >= visited.whole_last);
     state.Update<false>(scores, 1);
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
     hopper::WaitProducts<0>();
     hopper::Settle(out);
     hopper::Settle(probabilities);
-    if (lead) barrier(3, stage).Arrive();
+    barrier(3, stage).ArriveForWarp(lead);
     if (++stage == kStages) stage = 0, parity ^= 1;
   }
 #pragma unroll

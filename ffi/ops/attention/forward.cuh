@@ -101,21 +101,21 @@ struct ForwardShared {
     constexpr int kQueryBarriers = Tile::kQueryBuffers * Tile::kGroups;
     for (int i = 0; i < kQueryBarriers; ++i) {
       At(i).Initialize(1);
-      At(kQueryBarriers + i).Initialize(Tile::kHasPlace ? 4 : 1);
+      At(kQueryBarriers + i).Initialize(Tile::kHasPlace ? 4 * kWarpArrivals : 1);
     }
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       KeysFull(stage).Initialize(1);
       ValuesFull(stage).Initialize(1);
-      KeysEmpty(stage).Initialize(4 * Tile::kGroups);
-      ValuesEmpty(stage).Initialize(4 * Tile::kGroups);
+      KeysEmpty(stage).Initialize(4 * Tile::kGroups * kWarpArrivals);
+      ValuesEmpty(stage).Initialize(4 * Tile::kGroups * kWarpArrivals);
     }
     for (int stage = 0; stage < Tile::kExtraStages; ++stage) {
       ExtraFull(stage).Initialize(1);
-      ExtraEmpty(stage).Initialize(4 * Tile::kGroups);
+      ExtraEmpty(stage).Initialize(4 * Tile::kGroups * kWarpArrivals);
     }
     for (int slot = 0; slot < 2; ++slot) {
       TileKnown(slot).Initialize(1);
-      TileRead(slot).Initialize(4 * Tile::kGroups + 1);
+      TileRead(slot).Initialize(4 * Tile::kGroups * kWarpArrivals + 1);
     }
     hopper::FenceBarriers();
   }
@@ -295,7 +295,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
     hopper::WaitProducts<0>();
     hopper::Settle(out);
     hopper::Settle(probabilities);
-    if (lead) shared.ValuesEmpty(values_stage).Arrive();
+    shared.ValuesEmpty(values_stage).ArriveForWarp(lead);
   };
   // Writes the logsumexp for a tile's rows, and finds the factors for their results.
   const auto conclude = [&](const QueryTile& at, bool is_tile) {
@@ -351,7 +351,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
     const Band band = plan.BandOf(p, at);
     const Span span = plan.SpanOf(group);
     __syncwarp();
-    if (lead) shared.TileRead(k & 1).Arrive();
+    shared.TileRead(k & 1).ArriveForWarp(lead);
     const KeyRange range = band.RangeOf({row, row + 8}, p, arguments.reach, arguments.reach.Line(at.batch, at.head));
     const int buffer = k % Tile::kQueryBuffers;
     const uint32_t queries = shared.Queries(buffer, group);
@@ -364,7 +364,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
     const auto await_scores = [&] {
       hopper::WaitProducts<0>();
       hopper::Settle(scores);
-      if (lead) shared.KeysEmpty(stage).Arrive();
+      shared.KeysEmpty(stage).ArriveForWarp(lead);
     };
     const auto clear_values = [&](int block) {  // 0 times any value beyond the keys must be 0
       if (!band.padded_keys || (block + 1) * kKeys <= band.keys) return;
@@ -373,7 +373,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
       hopper::NamedSync(kGroupSync + group, kWarpgroup);
     };
     const auto release_queries = [&] {
-      if (Tile::kHasPlace && lead) shared.QueriesEmpty(buffer, group).Arrive();
+      if (Tile::kHasPlace) shared.QueriesEmpty(buffer, group).ArriveForWarp(lead);
     };
     [[maybe_unused]] const GeneralScores<T, kKeys> general(p, range, at.batch, {at.head, at.head}, {row, row + 8},
                                                            {p, arguments.reach});
@@ -391,7 +391,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
         general.Finish(scores, key, masked, {arguments.fetched, shared.Extra(at_stage, group)});
         hopper::FenceSharedForCopies();  // the reads are before the refill
         __syncwarp();
-        if (lead) shared.ExtraEmpty(at_stage).Arrive();
+        shared.ExtraEmpty(at_stage).ArriveForWarp(lead);
         ++extra_blocks;
       }
     };
@@ -441,14 +441,14 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
         conclude(before, is_pending);
         hopper::WaitProducts<1>();
         hopper::Settle(scores);
-        if (lead) shared.KeysEmpty(stage).Arrive();
+        shared.KeysEmpty(stage).ArriveForWarp(lead);
         finish(span.last - 1, is_masked(span.last - 1));
         state.template Update<true>(scores, factor);
         hopper::WaitProducts<0>();
         hopper::Settle(out);
         hopper::Settle(probabilities);
         if (is_pending) {
-          if (lead) shared.ValuesEmpty(values_stage).Arrive();
+          shared.ValuesEmpty(values_stage).ArriveForWarp(lead);
           store(before);
         }
         is_pending = true;
@@ -469,7 +469,7 @@ __device__ void AttendForward(const ForwardArguments& arguments, const ForwardSh
         hopper::NamedArrive(kTurn + (group + 1) % Tile::kGroups, 2 * kWarpgroup);
         hopper::WaitProducts<1>();
         hopper::Settle(scores);
-        if (lead) shared.KeysEmpty(stage).Arrive();
+        shared.KeysEmpty(stage).ArriveForWarp(lead);
         finish(block, masked);
         state.template Update<false>(scores, factor);
         await_out();

@@ -13,6 +13,7 @@
 namespace jaxops::attention {
 
 using hopper::Barrier;
+using hopper::kWarpArrivals;
 using hopper::kWarpgroup;
 using hopper::Major;
 

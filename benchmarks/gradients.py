@@ -1,0 +1,76 @@
+"""How exact whole models' gradients are: `python -m benchmarks gradients`.
+
+Each contender's bf16 gradients are compared with f32's, for models as deep as two layers and otherwise as large as
+those of `train`. No test has batches as large; an error that only they show would be seen here.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich import table
+
+from benchmarks import harness, models
+
+LAYERS = 2
+#: Of XLA's largest error, how much a contender's may be.
+TOLERANCE = 1.5
+#: Gradients that are smaller than this part of all gradients' norm are rounding errors, such as those of keys' biases.
+LEAST = 1e-3
+
+
+@jax.jit
+def _errors(found: Any, exact: Any) -> tuple[jax.Array, jax.Array]:
+    """Of each parameter's gradient: the error, relative to its norm; the norm, relative to all."""
+    found, exact = (jax.tree.map(lambda x: x.astype(jnp.float32), tree) for tree in (found, exact))
+    errors, norms = (
+        jnp.stack([jnp.linalg.norm(x) for x in jax.tree.leaves(tree)])
+        for tree in (jax.tree.map(jnp.subtract, found, exact), exact)
+    )
+    return errors / norms, norms / jnp.linalg.norm(norms)
+
+
+def _exact(case: models.Case) -> Any:
+    """The plain model and its loss, computed in f32."""
+    module = case.contender("plain Flax")
+
+    def loss(parameters, batch):
+        batch = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, batch)
+        with models.computed_in(jnp.float32), jax.default_matmul_precision("float32"):
+            return module.loss(parameters, batch)
+
+    return loss
+
+
+def run(settings: harness.Settings) -> bool:
+    """Prints the table; False if a contender's largest error is much larger than that of XLA's best."""
+    shown = table.Table(title="Errors of gradients in bf16, of their norm", title_justify="left")
+    for heading in ("model", "contender", "mean", "largest", "of"):
+        shown.add_column(heading, justify="right" if heading in ("mean", "largest") else "left")
+    every = models.QUICK if settings.quick or jax.default_backend() != "gpu" else models.CASES
+    cases = [case._replace(size=dataclasses.replace(case.size, layers=min(LAYERS, case.size.layers))) for case in every]
+    good = True
+    for case in settings.bar(settings.select(cases, lambda case: f"gradients {case.label}"), lambda case: case.label):
+        losses = {name: case.contender(name).loss for name in models.CONTENDERS} | {"f32": _exact(case)}
+        module = case.contender(models.BASELINE)
+        batch = module.batch(jax.random.key(1))
+        parameters = models.draw_parameters(module, batch)
+        lowered = {name: jax.jit(jax.grad(loss)).lower(parameters, batch) for name, loss in losses.items()}
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compiled = dict(zip(lowered, pool.map(lambda step: step.compile(), lowered.values()), strict=True))
+        exact = compiled.pop("f32")(parameters, batch)
+        paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(exact)]
+        worst = {}
+        for name, step in compiled.items():
+            errors, sizes = _errors(step(parameters, batch), exact)
+            counted = [(float(e), path) for e, size, path in zip(errors, sizes, paths, strict=True) if size > LEAST]
+            mean = sum(error for error, _ in counted) / len(counted)
+            worst[name], path = max(counted)
+            shown.add_row(case.label, name, f"{mean:.4f}", f"{worst[name]:.4f}", path)
+        good &= all(error <= TOLERANCE * worst[models.BASELINE] for error in worst.values())
+    settings.console.print(shown)
+    return good
