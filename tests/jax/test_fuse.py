@@ -515,7 +515,16 @@ def test_mutations(rule):
     assert fuse_mutations.main(["--cases", "25", "--rule", rule, "--seed", "1"]) == 0
 
 
-def test_added_masks_are_not_read():
+@pytest.mark.parametrize(
+    "name, note",
+    [
+        ("attention_causal_by_addition", "causal"),
+        ("attention_causal_without_padding", "causal"),
+        ("attention_hiding_nothing", ""),
+    ],
+)
+def test_known_masks_are_not_read(name, note):
+    function, shapes, _ = fuse_cases.SPELLINGS[name]
     reports = []
-    jaxops.fuse(fuse_cases.attention_causal_by_addition, report=reports.append)(*[jnp.ones((2, 6, 4, 8))] * 3)
-    assert reports[0].replaced[0].note == "causal"
+    jaxops.fuse(function, report=reports.append)(*map(jnp.ones, shapes))
+    assert reports[0].replaced[0].note == note
