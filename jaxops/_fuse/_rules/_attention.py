@@ -5,8 +5,8 @@ product and the softmax: factors (also on the query, before it), a soft cap, a b
 -10000 or less in place of a key that is not seen, as logits are small against it, or that add it, if every query is
 known to see a key. It assumes that only casts and transpositions lie between the softmax and the second product. With
 -inf a query that sees no key gives NaN, but in jaxops the mean of all values: such masks are taken only if they are
-causal. A mask is not read if it is known at trace time, and causal or True everywhere. The check on small rows decides about the rest:
-factors, layout, masks.
+causal. A mask is not read if it is known at trace time, and causal or True everywhere. The check on small rows decides
+about the rest: factors, layout, masks.
 """
 
 from __future__ import annotations
