@@ -13,16 +13,34 @@ import jax
 from support.ops import ROW_OPS
 
 import jaxops
-from benchmarks import attention, budget, calls, fused, gradients, harness, loss, matmul, mlp, rows, rows_random, train
+from benchmarks import (
+    attention,
+    budget,
+    calls,
+    fused,
+    gradients,
+    harness,
+    loss,
+    matmul,
+    mlp,
+    rows,
+    rows_random,
+    train,
+    upstream,
+)
 
-# By the host's clock first: the kernel clock leaves CUPTI attached, which would slow them down.
-BY_HOST = {"calls": calls.run, "train": train.run, "budget": budget.run, "fuse": fused.run, "gradients": gradients.run}
-OPS = ("calls", "train", *ROW_OPS, "matmul", "attention", "loss", "mlp")
-# Only where asked for by name.
-BY_NAME = {
+# By the host's clock, and first: the kernel clock leaves CUPTI attached, which would slow them down.
+BY_HOST = {
+    "calls": calls.run,
+    "train": train.run,
     "budget": budget.run,
     "fuse": fused.run,
     "gradients": gradients.run,
+    "upstream": upstream.run,
+}
+OPS = ("calls", "train", *ROW_OPS, "matmul", "attention", "loss", "mlp")
+# Only where asked for by name.
+BY_NAME = {
     "matmul_own": matmul.run_own,
     "matmul_random": matmul.run_random,
     "rows_random": rows_random.run,
@@ -44,10 +62,11 @@ def _arguments(argv):
     )
     parser.add_argument(
         "op",
-        choices=(*OPS, *BY_NAME, "all"),
+        choices=(*OPS, *BY_HOST, *BY_NAME, "all"),
         metavar="OP",
         help=f"one of {', '.join(OPS)}, or all; or budget: where a training step's time goes; or "
         "fuse: a model in plain JAX, as it is and fused; or gradients: those of whole models beside f32's; or "
+        "upstream: transformers' Flax Llama, as it is, with cuDNN's attention, swapped and fused; or "
         "matmul_own: matmul on jaxops' own kernels where it chooses XLA's, "
         "too; or matmul_random: matmul of random sizes; or rows_random: the row ops on random shapes, axes and options",
     )

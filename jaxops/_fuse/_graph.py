@@ -188,6 +188,7 @@ class Graph:
 
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]):
         self.nodes: list[Node] = []
+        self._rounded: dict[tuple | None, Node] = {}
         self.inputs = [Value(Node("input", None, [], {}, [v.aval]), 0) for v in jaxpr.invars]
         self.outputs = self._add(jaxpr, consts, self.inputs, None, None)
         self._find_users()
@@ -217,6 +218,9 @@ class Graph:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _node(self, equation: JaxprEqn, inputs: list[Value], names: Any, source: Any) -> list[Value]:
+        key = (*inputs, str(equation.params)) if _rounds(equation, inputs) else None
+        if (same := self._rounded.get(key)) is not None and same.context == equation.ctx:
+            return [Value(same, 0)]
         node = Node(
             name=equation.primitive.name,
             primitive=equation.primitive,
@@ -230,6 +234,8 @@ class Graph:
             context=equation.ctx,
         )
         self.nodes.append(node)
+        if key is not None:
+            self._rounded[key] = node
         return [Value(node, i) for i in range(len(node.avals))]
 
     def _find_users(self) -> None:
@@ -250,6 +256,17 @@ class Graph:
 
     def users_of(self, value: Value) -> list[Node | None]:
         return self.users.get(value, [])
+
+
+def _rounds(equation: JaxprEqn, inputs: Sequence[Value]) -> bool:
+    """Whether it rounds a computed value to a narrower float. 16-bit layers round the same f32 input one by one.
+
+    A parameter's gradients, in contrast, are added in the parameter's dtype, so each of its casts stays.
+    """
+    if equation.primitive.name != "convert_element_type" or inputs[0].node.primitive is None:
+        return False
+    wide, narrow = inputs[0].dtype, equation.outvars[0].aval.dtype
+    return inputs[0].is_float and jax.numpy.issubdtype(narrow, np.floating) and narrow.itemsize < wide.itemsize
 
 
 def _folded(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value] | None:

@@ -365,6 +365,20 @@ def attention_causal_by_addition(q, k, v):
     return mixed(scores_of(q, k) + jnp.where(tril(6), 0.0, jnp.finfo(q.dtype).min), v)
 
 
+@spelling(*HEADS, **ATTENTION)
+def attention_causal_without_padding(q, k, v):
+    """As transformers' Llama with an attention_mask that is 1 everywhere."""
+    padding = jnp.broadcast_to(jnp.ones((2, 6), jnp.int32)[:, None, None, :], (2, 1, 6, 6))
+    mask = jnp.logical_and(padding, tril(6)).astype(jnp.float32)
+    lowest = jnp.full(mask.shape, jnp.finfo(q.dtype).min).astype(q.dtype)
+    return mixed(scores_of(q, k) + lax.select(mask > 0, jnp.zeros_like(lowest), lowest), v)
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_hiding_nothing(q, k, v):
+    return mixed(jnp.where(jnp.zeros((6, 6), jnp.int32) == 1, -1e10, scores_of(q, k)), v)
+
+
 @spelling(*HEADS, (4, 6, 6), **ATTENTION)
 def attention_with_bias(q, k, v, bias):
     return mixed(scores_of(q, k) + bias, v)

@@ -4,6 +4,8 @@ import csv
 import importlib
 import pathlib
 import re
+import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -163,6 +165,66 @@ def test_budget(load, capsys, tmp_path):
     if jax.default_backend() != "gpu":
         assert load("__main__").main(["budget", "--results", str(tmp_path)]) == 1
         assert "there is no GPU" in capsys.readouterr().out
+
+
+@pytest.fixture
+def flax_llama():
+    """Transformers' module with the Flax Llama; its last version is 4.56."""
+    return pytest.importorskip("transformers.models.llama.modeling_flax_llama", exc_type=ImportError)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_upstream(flax_llama, load, tmp_path, capsys):
+    """Every contender trains transformers' model; the losses fall and agree, or the run fails."""
+    main, upstream = load("__main__"), load("upstream")
+    assert main.main(["upstream", "--quick", "--seconds", "0.01", "--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "All losses of the 50 steps agree." in out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    names = [upstream.PLAIN, upstream.BEST, upstream.SWAPPED, upstream.FUSED]
+    assert [row[0] for row in rows] == names
+    assert all(float(row[6]) < float(row[5]) - 0.5 for row in rows)
+    assert re.search(r"^swapped: [1-9]\d* on jaxops", out, re.MULTILINE)
+    assert re.search(r"^fused: 2 dot_product_attention", out, re.MULTILINE)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_upstream_with_the_attention_of_jax(flax_llama, load, monkeypatch):
+    """Within the scope every layer calls `jax.nn`'s attention, with about the same gradients; afterwards none does."""
+    upstream = load("upstream")
+    case, before = upstream.SMALL[0], flax_llama.FlaxLlamaAttention.__call__
+    model, tokens = case.model(), case.batches()[0]
+    spy = mock.Mock(wraps=jax.nn.dot_product_attention)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", spy)
+
+    def gradients():
+        spy.reset_mock()
+        return jax.grad(upstream.loss_of(model.module))(model.params, tokens), spy.call_count
+
+    plain, calls = gradients()
+    assert calls == 0
+    with upstream.cudnn_attention():
+        changed, calls = gradients()
+    assert calls == case.layers and flax_llama.FlaxLlamaAttention.__call__ is before
+    assert jax.tree.structure(plain) == jax.tree.structure(changed)
+    for a, b in zip(jax.tree.leaves(changed), jax.tree.leaves(plain), strict=True):
+        assert float(jnp.linalg.norm(a - b)) < 0.03 * float(jnp.linalg.norm(b))
+
+
+def test_upstream_losses_that_differ(load):
+    """Curves agree within a bound of every step's loss, and NaN agrees with nothing."""
+    upstream = load("upstream")
+    wanted = [4.0, 2.0]
+    assert upstream.difference([4.0, 2.0], wanted) == (0.0, True)
+    assert upstream.difference([4.0, 2.0 * (1 + 2 * upstream.TOLERANCE)], wanted)[1] is False
+    assert upstream.difference([float("nan"), 2.0], wanted)[1] is False
+
+
+def test_upstream_without_transformers(load, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert load("__main__").main(["upstream", "--quick", "--results", str(tmp_path)]) == 1
+    assert "FAILED upstream: it needs transformers with Flax models" in capsys.readouterr().out
 
 
 def test_every_shape_list_makes_tasks(load, tmp_path, monkeypatch):

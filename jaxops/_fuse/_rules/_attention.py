@@ -5,8 +5,8 @@ product and the softmax: factors (also on the query, before it), a soft cap, a b
 -10000 or less in place of a key that is not seen, as logits are small against it, or that add it, if every query is
 known to see a key. It assumes that only casts and transpositions lie between the softmax and the second product. With
 -inf a query that sees no key gives NaN, but in jaxops the mean of all values: such masks are taken only if they are
-causal. A mask is not read if it is causal and known at trace time. The check on small rows decides about the rest:
-factors, layout, masks.
+causal. A mask is not read if it is known at trace time, and causal or True everywhere. The check on small rows decides
+about the rest: factors, layout, masks.
 """
 
 from __future__ import annotations
@@ -283,8 +283,11 @@ def _match(search: Search, query: Value, key: Value, value: Value, end: Value, l
             # Its weights, all equal, still depend on the logits; with replaced logits they would not.
             raise Refusal("its mask is added, so that a query without keys has a derivative", 1)
         for part in cone.masks_of(mask) if seen else [mask]:
-            if _shows(search, part, seen, cone, layout, sizes) == "causal":
+            shown = _shows(search, part, seen, cone, layout, sizes)
+            if shown == "causal":
                 causal = True
+            elif shown == "all":
+                continue  # as of a batch without padding
             elif number == -math.inf:
                 raise Refusal("a query that sees no key gives NaN", 1)
             else:
@@ -344,7 +347,8 @@ class _Plan:
 
 
 def _shows(search: Search, mask: Value, seen: bool, cone: Cone, layout: _Layout, sizes: dict[str, int]) -> str | None:
-    """A mask's property that is known at trace time: "causal"; "one", if each query sees a key; None.
+    """A mask's property that is known at trace time: "causal"; "all", if each query sees every key; "one", if it sees
+    a key; None.
 
     seen: its value for a key that is seen.
     """
@@ -363,6 +367,8 @@ def _shows(search: Search, mask: Value, seen: bool, cone: Cone, layout: _Layout,
         moved = np.moveaxis(known, (query, key), (-2, -1)).reshape(-1, known.shape[query], known.shape[key])
         if moved.shape[1:] == lengths and (moved == np.tri(*lengths, dtype=bool)).all():
             return "causal"
+        if known.all():
+            return "all"
         return "one" if known.any(key).all() else None
 
     return search.remembered((OP, seen, query, key, lengths), mask, compute)
