@@ -1,7 +1,7 @@
 """The GPU handlers under compute-sanitizer: `make sanitize-gpu`.
 
-racecheck needs a build with JAXOPS_RACECHECK=ON, as `make sanitize-gpu` makes it: else it reports hazards in attention's
-kernels, where a warp's first lane arrives at a barrier for all lanes.
+racecheck needs a build with JAXOPS_RACECHECK=ON, as `make sanitize-gpu` makes it. Else it reports hazards in
+attention's kernels, where a warp's first lane arrives at a barrier for all of them.
 Under racecheck a launch of a kernel takes up to a second, and in a cluster of 16 blocks up to five, however small. The
 plan of a row says which kernel it takes (ffi/rows/plan.h), so that one call for each plan of an op and dtype is enough
 (tests/plan_cases.py). `--once racecheck,memcheck` makes the same calls under memcheck; other tools run tests on call

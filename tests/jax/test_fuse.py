@@ -535,6 +535,15 @@ def test_mutations(rule):
     assert fuse_mutations.main(["--cases", "25", "--rule", rule, "--seed", "1"]) == 0
 
 
+def test_repeated_keys_are_not_copied():
+    """Attention reads two heads of keys and values for six of queries; not so if the copies lie in another order."""
+    for name, heads in (("repeated", 2), ("tiled", 6)):
+        function, shapes, _ = fuse_cases.SPELLINGS[f"attention_of_{name}_keys"]
+        reports = []
+        jaxops.fuse(function, report=reports.append)(*map(jnp.ones, shapes))
+        assert reports[0].replaced[0].operands == ("f32[2,6,6,8]", *[f"f32[2,5,{heads},8]"] * 2)
+
+
 @pytest.mark.parametrize(
     "name, note",
     [

@@ -399,6 +399,19 @@ def attention_of_groups(q, k, v):
     return jax.nn.dot_product_attention(q, k, v)
 
 
+@spelling((2, 6, 6, 8), (2, 5, 2, 8), (2, 5, 2, 8), **ATTENTION)
+def attention_of_repeated_keys(q, k, v):
+    k, v = (jnp.repeat(x, 3, axis=2) for x in (k, v))
+    return mixed(scores_of(q, k), v)
+
+
+@spelling((2, 6, 6, 8), (2, 5, 2, 8), (2, 5, 2, 8), **ATTENTION)
+def attention_of_tiled_keys(q, k, v):
+    """The copies lie in another order, so that attention gets them as they are."""
+    k, v = (jnp.broadcast_to(x[:, :, None], (2, 5, 3, 2, 8)).reshape(2, 5, 6, 8) for x in (k, v))
+    return mixed(scores_of(q, k), v)
+
+
 @spelling((2, 4, 6, 8), (2, 4, 5, 8), (2, 4, 5, 3), **ATTENTION)
 def attention_with_heads_first(q, k, v):
     return jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2) * 8**-0.5, -1) @ v

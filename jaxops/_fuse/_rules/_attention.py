@@ -6,7 +6,8 @@ product and the softmax: factors (also on the query, before it), a soft cap, a b
 known to see a key. It assumes that only casts and transpositions lie between the softmax and the second product. With
 -inf a query that sees no key gives NaN, but in jaxops the mean of all values: such masks are taken only if they are
 causal. A mask is not read if it is known at trace time, and causal or True everywhere. The check on small rows decides
-about the rest: factors, layout, masks.
+about the rest: factors, layout, masks. If `jnp.repeat` copies each head of the keys and values for several query heads,
+the op gets the heads without their copies.
 """
 
 from __future__ import annotations
@@ -308,9 +309,39 @@ def _match(search: Search, query: Value, key: Value, value: Value, end: Value, l
     what = (OP, plan, leaves.index(key), leaves.index(value), tuple(extra.positions))
     if not search.agrees(cone, what, reference, _TRIALS):
         raise Refusal("its value or its derivative is not that of attention", 2)
-    build = functools.partial(_build, plan=plan, out=end.aval)
+    key, value, repeats = _shared(key, value, layout)
+    build = functools.partial(_build, plan=plan, repeats=repeats, out=end.aval)
     notes = ["causal"] * causal + [f"with {role}" for role in dict.fromkeys(extra.roles)]
     return Match(OP, end, (query, key, value, *extra.operands), build, cone.computed, ", ".join(notes))
+
+
+def _shared(key: Value, value: Value, layout: _Layout) -> tuple[Value, Value, int]:
+    """Key and value before `jnp.repeat` gave each query head its own copy of their heads, and the copies; or as they
+    are, and 1."""
+    found = [_unrepeated(x) for x in (key, value)]
+    if not all(found) or "group" in layout.sides[0]:
+        return key, value, 1
+    (of_key, key_axis, copies), (of_value, value_axis, others) = found
+    if copies != others or (layout.sides[1][key_axis], layout.sides[2][value_axis]) != ("head", "head"):
+        return key, value, 1
+    return of_key, of_value, copies
+
+
+def _unrepeated(value: Value) -> tuple[Value, int, int] | None:
+    """The array whose entries along an axis are repeated one after the other, that axis, and how often."""
+    if value.name != "reshape":
+        return None
+    spread = source = value.inputs[0]
+    axes = list(range(len(spread.shape)))  # of `spread`, for each of the source's
+    while source.name == "broadcast_in_dim" and len(source.inputs) == 1:
+        axes = [axes[d] for d in source.node.params["broadcast_dimensions"]]
+        source = source.inputs[0]
+    new = [d for d in range(len(spread.shape)) if d not in axes]
+    if len(new) != 1 or not new[0] or axes != sorted(axes) or source.shape != tuple(spread.shape[d] for d in axes):
+        return None
+    axis, copies = new[0] - 1, spread.shape[new[0]]
+    merged = [size * copies if d == axis else size for d, size in enumerate(source.shape)]
+    return (source, axis, copies) if value.shape == tuple(merged) else None
 
 
 class _Extras:
@@ -424,14 +455,15 @@ def _reference(plan: _Plan, cone: Cone, key_at: int, value_at: int, positions: S
     return apply
 
 
-def _build(query, key, value, *extras, plan: _Plan, out) -> jax.Array:
+def _build(query, key, value, *extras, plan: _Plan, repeats: int, out) -> jax.Array:
     layout, sizes = plan.layout, dict(plan.sizes)
+    of_keys = sizes | {"head": sizes["head"] // repeats}
     q, k, v = (
-        layout.to_four(x, side, rest, sizes, spread=False)
-        for x, side, rest in (
-            (query, layout.sides[0], ("query", "depth")),
-            (key, layout.sides[1], ("key", "depth")),
-            (value, layout.sides[2], ("key", "feature")),
+        layout.to_four(x, side, rest, given, spread=False)
+        for x, side, rest, given in (
+            (query, layout.sides[0], ("query", "depth"), sizes),
+            (key, layout.sides[1], ("key", "depth"), of_keys),
+            (value, layout.sides[2], ("key", "feature"), of_keys),
         )
     )
     bias, mask = None, None
