@@ -9,7 +9,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +76,16 @@ _ORIGINALS = {
     for name in ("softmax", "log_softmax", "logsumexp", "standardize", "dot_product_attention")
 }
 
-#: The current scope's listener in this thread (or task), called with the function's name; None outside scopes.
-_listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar("jaxops_patch", default=None)
+
+class _Scope(NamedTuple):
+    """listener: called with the function's name. leaves: whether a call with this first operand stays with jax.nn."""
+
+    listener: Callable[[str], None]
+    leaves: Callable[[str, Any], bool]
+
+
+#: The current scope in this thread (or task); None outside scopes.
+_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("jaxops_patch", default=None)
 
 
 def _standardize(x, axis=-1, epsilon=1e-5, where=None, algorithm="stable"):
@@ -148,18 +156,19 @@ def _dispatch(name: str) -> Callable[..., jax.Array]:
 
     @functools.wraps(original)
     def patched(*args, **kwargs):
-        listener = _listener.get()
+        scope = _scope.get()
         # Other threads, and jaxops' plain forms, get jax.nn's function.
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if listener is None or caller.startswith("jaxops."):
+        if scope is None or caller.startswith("jaxops."):
             return original(*args, **kwargs)
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return original(*args, **kwargs)  # which raises the right error
-        if not takes(**given) or _in_pallas_kernel(next(iter(given.values()))):
+        first = next(iter(given.values()))
+        if not takes(**given) or _in_pallas_kernel(first) or scope.leaves(name, first):
             return original(*args, **kwargs)
-        listener(name)
+        scope.listener(name)
         return replacement(
             **{option: value for option, value in given.items() if value is not None or option == "axis"}
         )
@@ -200,15 +209,22 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
     """
     if not callable(listener):
         raise TypeError(f"patch_jax_nn: listener must be callable, got {listener!r}")
-    token = _listener.set(listener)
+    with patched_jax_nn(listener, lambda name, x: False):
+        yield
+
+
+@contextlib.contextmanager
+def patched_jax_nn(listener: Callable[[str], None], leaves: Callable[[str, Any], bool]) -> Iterator[None]:
+    """As patch_jax_nn, without the calls for which leaves(name, first operand) is true."""
+    token = _scope.set(_Scope(listener, leaves))
     try:
         with _PATCH.active():
             yield
     finally:
-        _listener.reset(token)
+        _scope.reset(token)
 
 
-#: As `_listener`, for patch_optax.
+#: The listener of the current patch_optax scope, likewise.
 _optax_listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar(
     "jaxops_patch_optax", default=None
 )

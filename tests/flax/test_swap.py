@@ -236,6 +236,16 @@ def test_linen_scope():
     assert nn.make_causal_mask.__module__ == "flax.linen.attention" and not hasattr(nn.make_causal_mask, "__wrapped__")
 
 
+@pytest.mark.parametrize(("dtype", "axes"), [("bfloat16", 4), ("float32", 3), ("float32", 4)])
+def test_attention_weights_in_f32_stay(dtype, axes):
+    """XLA fuses what surrounds them; the report says so."""
+    model, report = linen.swap(nn.Sequential([lambda x: nn.softmax(x)]))
+    x = jnp.arange(2**axes).astype(dtype).reshape([2] * axes)
+    np.testing.assert_allclose(*(np.float32(y) for y in (model.apply({}, x), jax.nn.softmax(x))), rtol=1e-2)
+    stays = dtype == "float32" and axes == 4
+    assert ("softmax" in str(report.kept), "softmax" in report.swapped.values()) == (stays, not stays)
+
+
 def test_products_of_xla(rng):
     """products=False: norms and softmaxes alone."""
     plain, (swapped, report) = Model(), linen.swap(Model(), products=False)

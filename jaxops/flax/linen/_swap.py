@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 from flax import linen as nn
 from flax.core import meta
 from jax.extend.core import get_opaque_trace_state
 from jax.lax import dot_general as _jax_dot_general
 
 from jaxops._arguments import FLOATS
-from jaxops._patch import MODULES, Replacement, frames, patch_jax_nn
+from jaxops._patch import MODULES, Replacement, frames, patched_jax_nn
 from jaxops.flax import _arguments as arguments
 from jaxops.flax import _functions
 from jaxops.flax._report import SwapReport
@@ -149,6 +150,18 @@ class _Scope:
 
     def note_function(self, name: str) -> None:
         self.report.swapped[f"{self.path}: {name}"] = name
+
+    def leaves(self, name: str, x: Any) -> bool:
+        """Whether the function stays XLA's; the report says why.
+
+        Attention weights in f32 usually come after a mask and before a cast. XLA computes both in the softmax's passes.
+        With jaxops' softmax between them, a step of transformers' Llama took 42.3 ms instead of 38.2 (4096 tokens,
+        H200).
+        """
+        if name != "softmax" or np.ndim(x) < 4 or np.dtype(x.dtype).itemsize <= 2:
+            return False
+        self.report.kept[f"{self.path}: {name}"] = "f32 attention weights are faster on XLA; see jaxops.fuse"
+        return True
 
     def note_dense(self, out: jax.Array, multiply: Callable[..., jax.Array]) -> None:
         self.last_dense = _LastDense(self.path, out, multiply, _settings())
@@ -311,7 +324,7 @@ def _swapped(report: SwapReport, functions: bool, products: bool) -> Iterator[No
     scope = _Scope(report, products)
     with _layers_swapped(scope), known_causal_masks(), contextlib.ExitStack() as stack:
         if functions:
-            stack.enter_context(patch_jax_nn(scope.note_function))
+            stack.enter_context(patched_jax_nn(scope.note_function, scope.leaves))
             stack.enter_context(_ACTIVATIONS.active())
         yield
 
@@ -402,7 +415,9 @@ def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
     - layers with their own `dot_general` or `attention_fn`, or with statistics over a mesh axis;
     - functions under `nn.jit` that the plain model traced earlier in this process, so swap before the first call;
     - submodules of a bound model that you call directly, `model.bind(variables).part(x)`;
-    - functions passed to `nn.apply`, and layers inside the model's own `nn.intercept_methods`.
+    - functions passed to `nn.apply`, and layers inside the model's own `nn.intercept_methods`;
+    - a float32 softmax of four or more axes: such attention weights are faster on XLA, which computes the mask before
+      them and the cast after them in the same passes; :func:`jaxops.fuse` takes the whole attention.
 
     Args:
       model: a linen model, not bound to variables. A model that is already swapped gets a new report.
