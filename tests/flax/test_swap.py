@@ -494,7 +494,7 @@ def bert():
     config = transformers.BertConfig(vocab_size=99, max_position_embeddings=16, hidden_dropout_prob=0.0, **sizes)
     mask = jnp.ones_like(IDS).at[0, 8:].set(0)
     arguments = (IDS, mask, jnp.zeros_like(IDS), jnp.broadcast_to(jnp.arange(12), IDS.shape), None)
-    return module.FlaxBertForMaskedLMModule(config), arguments, 22
+    return module.FlaxBertForMaskedLMModule(config), arguments, 20
 
 
 def gpt2():
@@ -502,13 +502,16 @@ def gpt2():
     module = pytest.importorskip("transformers.models.gpt2.modeling_flax_gpt2", exc_type=ImportError)
     config = transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=16)
     arguments = (IDS, jnp.ones_like(IDS), jnp.broadcast_to(jnp.arange(12), IDS.shape))
-    return module.FlaxGPT2LMHeadModule(config), arguments, 8
+    return module.FlaxGPT2LMHeadModule(config), arguments, 6
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("make", [bert, pytest.param(gpt2, marks=pytest.mark.slow)])
 def test_transformers(make):
-    """Hugging Face's linen models: as many layers swapped as there are, and the same losses in training."""
+    """Hugging Face's linen models: as many layers swapped as there are, and the same losses in training.
+
+    Their attention weights are in f32 and stay.
+    """
     model, arguments, count = make()
     swapped, report = linen.swap(model)
     variables = jax.jit(functools.partial(model.init, return_dict=False))(KEY, *arguments)
