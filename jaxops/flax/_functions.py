@@ -251,7 +251,7 @@ def _boolean_mask(mask: Any, rank: int) -> jax.Array:
 def check_key_value(key: jax.Array, value: jax.Array) -> None:
     """Raises ValueError unless each key has a value."""
     if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree but for their last axes")
+        raise ValueError(f"attention: key {key.shape} and value {value.shape} must agree except for their last axes")
 
 
 def early_scale(depth: int, *, users: bool = False, widened: bool = False) -> float:

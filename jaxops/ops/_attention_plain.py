@@ -119,7 +119,7 @@ class _Tiles:
         # Not from a table: a function lowered through custom_partitioning may have no constants.
         low, many = self._of_rows(jnp, counts)
         ends = jnp.cumsum(many)
-        i = jnp.sum(number[:, None] >= ends, 1)
+        i = jnp.sum(number[:, None] >= ends[None], 1)
         return lax.scan(body, carry, (i, number - (ends - many - low)[i]))[0]
 
     def zeros(self, name: str) -> jax.Array:
@@ -166,7 +166,7 @@ class _Tile:
         lengths = self.x.get(name)
         if lengths is None:
             return own
-        below = positions < lengths[:, None]
+        below = positions[None] < lengths[:, None]
         return below if own is None else below & own
 
     def _part(self, x, axis, positions, whole):
@@ -211,11 +211,12 @@ class _Tile:
             found.append(query == self.keys(self.x["key_value_segments"], clean=False)[:, None, None, None, :])
         first, last = self.call.limits
         offset = self.x.get("query_offset")
-        rows = (self._rows if offset is None else self._rows + offset[0])[:, None]
+        rows = (self._rows if offset is None else self._rows + offset[0])[None, None, None, :, None]
+        columns = self._columns[None, None, None, None, :]
         if first is not None:
-            found.append(self._columns >= rows + first)
+            found.append(columns >= rows + first)
         if last is not None:
-            found.append(self._columns <= rows + last)
+            found.append(columns <= rows + last)
         if not found:
             return None
         total = found[0]
@@ -271,11 +272,16 @@ def _added(tile: _Tile, total: jax.Array, part: jax.Array, kind: str) -> jax.Arr
 # Queries that see no key
 
 
+def within(lengths: jax.Array, count: int) -> jax.Array:
+    """Which of `count` positions are within each sequence's length, [batch, count]."""
+    return jnp.arange(count)[None] < lengths[:, None]
+
+
 def _unseen(x: Named, sums: jax.Array) -> jax.Array:
     """The queries within the lengths that see no key, [batch, queries, key heads, group, 1]."""
     nothing = sums == -jnp.inf
     if x.get("query_lengths") is not None:
-        nothing = nothing & (jnp.arange(sums.shape[-1]) < x["query_lengths"][:, None])[:, None, None, :]
+        nothing = nothing & within(x["query_lengths"], sums.shape[-1])[:, None, None, :]
     return jnp.moveaxis(nothing, -1, 1)[..., None]
 
 
@@ -325,7 +331,7 @@ def forward(call: Call, x: Named) -> dict[str, jax.Array]:
     carry = tiles.total(step, carry)
     nothing = carry["sum"] == 0
     if x.get("query_lengths") is not None:
-        nothing = nothing | (jnp.arange(tiles.queries) >= x["query_lengths"][:, None])[:, None, None, :]
+        nothing = nothing | ~within(x["query_lengths"], tiles.queries)[:, None, None, :]
     total = jnp.where(nothing, 1, carry["sum"])
     maximum, log_sum = jnp.where(nothing, 0, carry["max"]), jnp.log(total)
     lse = jnp.where(nothing, -jnp.inf, maximum + log_sum)
@@ -442,8 +448,7 @@ def sink_gradient(x: Named) -> jax.Array:
     inner = jnp.einsum("btkge,btkge->bkgt", x["out"].astype(wide), x["dout"].astype(wide))
     moved = -inner if x.get("dlse") is None else x["dlse"] - inner
     if x.get("query_lengths") is not None:
-        below = jnp.arange(moved.shape[-1]) < x["query_lengths"][:, None]
-        moved = jnp.where(below[:, None, None, :], moved, 0)
+        moved = jnp.where(within(x["query_lengths"], moved.shape[-1])[:, None, None, :], moved, 0)
     total = jnp.sum(sink_weights(x["sinks"], x["lse"]) * moved, -1)
     return sum_to(total, x["sinks"].shape)
 

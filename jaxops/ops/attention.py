@@ -21,7 +21,7 @@ from jaxops._kernel import HANDLERS
 from jaxops._rows import accumulator
 from jaxops.ops import _attention_kernel as kernels
 from jaxops.ops import _attention_support as support
-from jaxops.ops._attention_plain import Call, Named, mean_of_values
+from jaxops.ops._attention_plain import Call, Named, mean_of_values, within
 from jaxops.ops._matmul_kernel import plain_precision, precision_of
 
 _OP = "dot_product_attention"
@@ -348,7 +348,7 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
         sums = jnp.where(seeing, sums, -jnp.inf)
         unseen = ~seeing[..., None]
         if x["query_lengths"] is not None:  # beyond them it stays 0
-            unseen = unseen & (jnp.arange(queries) < x["query_lengths"][:, None])[..., None, None]
+            unseen = unseen & within(x["query_lengths"], queries)[..., None, None]
         instead = jnp.zeros((), out.dtype)
         if averages:
             mean = jnp.repeat(mean_of_values(x["value"]), heads // x["value"].shape[2], 3)
@@ -405,4 +405,4 @@ def _on_cudnn(call: Call, x: Named, return_residual: bool) -> tuple[jax.Array, j
         implementation="cudnn",
         return_residual=return_residual,
     )
-    return found if return_residual else (found, None)
+    return (found[0], found[1].astype(jnp.float32)) if return_residual else (found, None)

@@ -495,7 +495,7 @@ def test_attention_with_products_of_the_users(rng):
             "exclude each other",
         ),
         ({"key": jnp.ones((2, 6, 4, 7)), "value": jnp.ones((2, 6, 4, 7))}, r"query \(2, 6, 4, 8\) and key"),
-        ({"value": jnp.ones((2, 5, 4, 8))}, "must agree but for their last axes"),
+        ({"value": jnp.ones((2, 5, 4, 8))}, "must agree except for their last axes"),
     ],
 )
 def test_attention_errors(change, message):

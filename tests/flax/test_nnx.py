@@ -456,7 +456,7 @@ def test_decoding(rng):
         ({"dropout_rate": 1.0}, r"dropout_rate must be in \[0, 1\), got 1.0"),
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 needs a dropout_rng"),
         ({"key": jnp.ones((2, 6, 3, 8)), "value": jnp.ones((2, 6, 3, 8))}, "heads must divide"),
-        ({"value": jnp.ones((2, 5, 4, 8))}, "must agree but for their last axes"),
+        ({"value": jnp.ones((2, 5, 4, 8))}, "must agree except for their last axes"),
     ],
 )
 def test_attention_errors(change, message):

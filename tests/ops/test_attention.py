@@ -88,6 +88,27 @@ def test_the_logsumexp_has_a_derivative(rng):
         np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 30, 40, 4, 2, 8), {"local_window_size": (9, 3), "query_lengths": [30, 7], "key_lengths": [12, 40]}),
+        ((2, 30, 40, 4, 2, 8), {"is_causal": True, "segments": True, "sinks": True}),
+        ((2, 30, 40, 4, 2, 8), {"is_causal": True, "mask": (2, 1, 1, 40), "bias": (1, 4, 30, 40)}),
+        ((1, 1100, 1040, 1, 1, 8), {"is_causal": True, "query_lengths": [700], "key_lengths": [900]}),
+    ],
+)
+def test_ranks_are_not_promoted(shape, options, dtype, rng):
+    """As in jax's own tests, which forbid it."""
+    case = draw(rng, shape, dtype, **options)
+    cotangent = np.ones(case.arrays["query"].shape, dtype)
+    wanted = jax.jit(functools.partial(value_and_gradients, case, attend))(cotangent)
+    with jax.numpy_rank_promotion("raise"):
+        got = jax.jit(functools.partial(value_and_gradients, case, attend))(cotangent)
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(got[name], value, name)
+
+
 # What is not seen
 
 
