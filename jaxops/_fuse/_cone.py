@@ -557,14 +557,20 @@ def known_value(value: Value, most: int = 40) -> np.ndarray | None:
         if node.name == "input" or node.has_effects or len(node.avals) != 1 or not all(map(compute, node.inputs)):
             return False
         operands = [env[v] for v in node.inputs]
-        if node.name in ELEMENTWISE:
-            operands = [thin(x) for x in operands]
+        if node.name not in MOVES:
+            thinned = [thin(x) if node.name in ELEMENTWISE else x for x in operands]
+            operands = [
+                Dual(x.value.astype(np.float64)) if v.is_float else x for x, v in zip(thinned, node.inputs, strict=True)
+            ]
         found = evaluate(node.name, node.params, operands, value.shape)
-        if found is not None:
-            env[value] = found.map(lambda x: np.broadcast_to(x, value.shape))
+        if found is not None:  # rounded, or wrapped around, as the dtype is
+            env[value] = Dual(np.broadcast_to(thin(found).value.astype(value.dtype), value.shape))
         return found is not None
 
-    return env[value].value if compute(value) else None
+    try:
+        return env[value].value if compute(value) else None
+    finally:
+        env.clear()  # `compute` refers to itself, so that its large arrays would wait for the garbage collector
 
 
 Known = Callable[[Value], np.ndarray | None]

@@ -218,11 +218,13 @@ class Graph:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _node(self, equation: JaxprEqn, inputs: list[Value], names: Any, source: Any) -> list[Value]:
-        key = (*inputs, str(equation.params)) if _rounds(equation, inputs) else None
+        key = (*inputs, *equation.params.values()) if _rounds(equation, inputs) else None
         if (same := self._rounded.get(key)) is not None and same.context == equation.ctx:
             return [Value(same, 0)]
+        # lax.reshape may transpose first; no rule takes that for a move.
+        transposes = equation.primitive.name == "reshape" and equation.params.get("dimensions") is not None
         node = Node(
-            name=equation.primitive.name,
+            name="reshape of a transpose" if transposes else equation.primitive.name,
             primitive=equation.primitive,
             inputs=inputs,
             params=equation.params,
@@ -258,15 +260,25 @@ class Graph:
         return self.users.get(value, [])
 
 
-def _rounds(equation: JaxprEqn, inputs: Sequence[Value]) -> bool:
-    """Whether it rounds a computed value to a narrower float. 16-bit layers round the same f32 input one by one.
+#: Through these, a parameter stays a parameter.
+_SELECTIONS = frozenset(
+    {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "gather", *COPIES}
+)
 
-    A parameter's gradients, in contrast, are added in the parameter's dtype, so each of its casts stays.
+
+def _rounds(equation: JaxprEqn, inputs: Sequence[Value]) -> bool:
+    """Whether the equation rounds a computed f32 value to bfloat16. Layers in bfloat16 each round the same input.
+
+    A parameter's casts stay, also those of its slices and transposes: its gradients are added in the parameter's dtype.
     """
-    if equation.primitive.name != "convert_element_type" or inputs[0].node.primitive is None:
+    if equation.primitive.name != "convert_element_type":
         return False
-    wide, narrow = inputs[0].dtype, equation.outvars[0].aval.dtype
-    return inputs[0].is_float and jax.numpy.issubdtype(narrow, np.floating) and narrow.itemsize < wide.itemsize
+    value = inputs[0]
+    if (value.dtype, equation.outvars[0].aval.dtype) != (np.float32, jax.numpy.bfloat16):
+        return False
+    while value.name in _SELECTIONS:
+        value = value.inputs[0]
+    return value.node.primitive is not None
 
 
 def _folded(equation: JaxprEqn, inputs: Sequence[Value]) -> list[Value] | None:

@@ -498,11 +498,22 @@ def test_layers_that_round_one_input(rng):
     assert_alike(mlp, fused, args, rng, 0.03)
     assert reports[0].counts == {"rms_norm": 1, "gated_mlp": 1}
 
-    def tied(w):
-        return (w.astype(jnp.bfloat16) * 3).sum() + (w.astype(jnp.bfloat16) ** 2).sum()
+    def twice(h, dtype):
+        return (h.astype(dtype) * 3).sum() + (h.astype(dtype) ** 2).sum()
 
-    casts = [str(jax.make_jaxpr(f)(args[2])).count("new_dtype=bfloat16") for f in (tied, jaxops.fuse(tied))]
-    assert casts[0] == casts[1] >= 2
+    for of, dtype, saved in (
+        (lambda w: w, "bfloat16", 0),
+        (lambda w: w[0], "bfloat16", 0),
+        (lambda w: w.T, "bfloat16", 0),
+        (jnp.sin, "bfloat16", 1),
+        (jnp.sin, "float16", 0),  # added in float16, gradients might overflow
+    ):
+
+        def plain(w, of=of, dtype=dtype):
+            return twice(of(w), dtype)
+
+        casts = [str(jax.make_jaxpr(f)(args[2])).count(f"new_dtype={dtype}") for f in (plain, jaxops.fuse(plain))]
+        assert casts[0] - casts[1] == saved
 
 
 def test_near_misses_say_why():
@@ -544,16 +555,61 @@ def test_repeated_keys_are_not_copied():
         assert reports[0].replaced[0].operands == ("f32[2,6,6,8]", *[f"f32[2,5,{heads},8]"] * 2)
 
 
+def _attention(mask, copies=None):
+    """With a known mask [6, 6], or with two key heads that `copies` spreads for four query heads."""
+
+    def f(q, k, v):
+        k, v = (copies(x) if copies else x for x in (k, v))
+        scores = fuse_cases.scores_of(q, k)
+        return fuse_cases.mixed(scores if mask is None else jnp.where(mask(), scores, -1e10), v)
+
+    return f
+
+
+def _positions(move):
+    """Whether a query's position, moved, is not before a key's."""
+    i, j = (move(lax.broadcasted_iota(jnp.int32, (6, 6), d)) for d in (0, 1))
+    return i >= j
+
+
+@pytest.mark.parametrize(
+    "function, heads",
+    [
+        (_attention(lambda: lax.reshape(fuse_cases.tril(6), (6, 6), dimensions=(1, 0))), 4),
+        (_attention(lambda: _positions(lambda i: lax.div(i, 2))), 4),
+        (_attention(lambda: _positions(lambda i: (i + 256).astype(jnp.bfloat16))), 4),
+        (_attention(lambda: _positions(lambda i: i + jnp.int32(2**31 - 3))), 4),
+        (
+            _attention(
+                None,
+                lambda x: lax.reshape(
+                    lax.broadcast_in_dim(x, (2, 6, 2, 2, 8), (0, 1, 2, 4)), (2, 6, 4, 8), dimensions=(0, 1, 3, 2, 4)
+                ),
+            ),
+            2,
+        ),
+    ],
+    ids=["transposed", "divided", "rounded", "overflowing", "copies in another order"],
+)
+def test_what_looks_like_causality_or_repeated_heads(function, heads, rng):
+    args, reports = operands(rng, [(2, 6, 4, 8), (2, 6, heads, 8), (2, 6, heads, 8)]), []
+    fused = jaxops.fuse(function, report=reports.append)
+    np.testing.assert_allclose(fused(*args), function(*args), rtol=1e-4, atol=1e-5)
+    assert all(found.note != "causal" for found in reports[0].replaced)
+
+
 @pytest.mark.parametrize(
     "name, note",
     [
         ("attention_causal_by_addition", "causal"),
         ("attention_causal_without_padding", "causal"),
         ("attention_hiding_nothing", ""),
+        ("attention_without_padding", ""),
     ],
 )
 def test_known_masks_are_not_read(name, note):
     function, shapes, _ = fuse_cases.SPELLINGS[name]
     reports = []
     jaxops.fuse(function, report=reports.append)(*map(jnp.ones, shapes))
-    assert reports[0].replaced[0].note == note
+    (found,) = reports[0].replaced
+    assert (found.op, found.note, len(found.operands)) == ("dot_product_attention", note, 3)

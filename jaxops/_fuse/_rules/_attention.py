@@ -288,7 +288,7 @@ def _match(search: Search, query: Value, key: Value, value: Value, end: Value, l
             if shown == "causal":
                 causal = True
             elif shown == "all":
-                continue  # as of a batch without padding
+                continue  # it hides nothing, as in a batch without padding
             elif number == -math.inf:
                 raise Refusal("a query that sees no key gives NaN", 1)
             else:
@@ -309,15 +309,15 @@ def _match(search: Search, query: Value, key: Value, value: Value, end: Value, l
     what = (OP, plan, leaves.index(key), leaves.index(value), tuple(extra.positions))
     if not search.agrees(cone, what, reference, _TRIALS):
         raise Refusal("its value or its derivative is not that of attention", 2)
-    key, value, repeats = _shared(key, value, layout)
+    key, value, repeats = _without_copies(key, value, layout)
     build = functools.partial(_build, plan=plan, repeats=repeats, out=end.aval)
     notes = ["causal"] * causal + [f"with {role}" for role in dict.fromkeys(extra.roles)]
     return Match(OP, end, (query, key, value, *extra.operands), build, cone.computed, ", ".join(notes))
 
 
-def _shared(key: Value, value: Value, layout: _Layout) -> tuple[Value, Value, int]:
-    """Key and value before `jnp.repeat` gave each query head its own copy of their heads, and the copies; or as they
-    are, and 1."""
+def _without_copies(key: Value, value: Value, layout: _Layout) -> tuple[Value, Value, int]:
+    """Key and value without the copies that `jnp.repeat` made of each head, and how many copies there were. Otherwise
+    key and value as they are, and 1."""
     found = [_unrepeated(x) for x in (key, value)]
     if not all(found) or "group" in layout.sides[0]:
         return key, value, 1
@@ -328,7 +328,8 @@ def _shared(key: Value, value: Value, layout: _Layout) -> tuple[Value, Value, in
 
 
 def _unrepeated(value: Value) -> tuple[Value, int, int] | None:
-    """The array whose entries along an axis are repeated one after the other, that axis, and how often."""
+    """The array whose entries are repeated one after the other along an axis, that axis, and how often; None if there
+    is none."""
     if value.name != "reshape":
         return None
     spread = source = value.inputs[0]
@@ -378,7 +379,7 @@ class _Plan:
 
 
 def _shows(search: Search, mask: Value, seen: bool, cone: Cone, layout: _Layout, sizes: dict[str, int]) -> str | None:
-    """A mask's property that is known at trace time: "causal"; "all", if each query sees every key; "one", if it sees
+    """What is known of a mask at trace time: "causal"; "all", if every query sees every key; "one", if every query sees
     a key; None.
 
     seen: its value for a key that is seen.
@@ -386,15 +387,16 @@ def _shows(search: Search, mask: Value, seen: bool, cone: Cone, layout: _Layout,
     places = {c: i for i, c in enumerate(cone.classes.of(mask))}
     names = {name: c for c, name in _named(cone, layout).items()}
     query, key = places.get(names["query"]), places.get(names["key"])
-    if query is None or key is None:
-        return None
     lengths = (sizes["query"], sizes["key"])
 
     def compute() -> str | None:
         known = search.known(mask)
         if known is None:
             return None
+        known = numerics.thin(numerics.Dual(known)).value
         known = known if seen else ~known
+        if query is None or key is None:
+            return "all" if known.all() else None
         moved = np.moveaxis(known, (query, key), (-2, -1)).reshape(-1, known.shape[query], known.shape[key])
         if moved.shape[1:] == lengths and (moved == np.tri(*lengths, dtype=bool)).all():
             return "causal"
