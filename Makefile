@@ -97,8 +97,9 @@ sanitize: build ## Test the CPU handlers under sanitizers
 	HEADERS=$(CURDIR)/$(headers)/jaxlib/include tools/sanitize.sh $(python) thread -m '' \
 	  tests/handlers/test_frames.py -k 'not cuda' $(ARGS)
 
-sanitize-gpu: racecheck = ON
-sanitize-gpu: build ## Test the GPU handlers under compute-sanitizer; ARGS='--only "memcheck matmul"'
+# racecheck has a build of its own; `make build` then makes the usual one again.
+sanitize-gpu: racecheck = $(if $(findstring racecheck,$(ARGS)),ON)
+sanitize-gpu: build ## Test the GPU handlers under compute-sanitizer; ARGS='--only "memcheck matmul"', '--only racecheck'
 	$(python) tools/sanitize_gpu.py $(ARGS)
 
 kernels: build ## Count the kernels of the built GPU half, and their bytes, by kind

@@ -29,7 +29,7 @@ from benchmarks import (
     upstream,
 )
 
-# By the host's clock, and first: the kernel clock leaves CUPTI attached, which would slow them down.
+# These need no kernel clock, and run first: it leaves CUPTI attached, which would slow them down.
 BY_HOST = {
     "calls": calls.run,
     "train": train.run,
@@ -65,8 +65,9 @@ def _arguments(argv):
         choices=(*OPS, *BY_HOST, *BY_NAME, "all"),
         metavar="OP",
         help=f"one of {', '.join(OPS)}, or all; or budget: where a training step's time goes; or "
-        "fuse: a model in plain JAX, as it is and fused; or gradients: those of whole models beside f32's; or "
-        "upstream: transformers' Flax Llama, as it is, with cuDNN's attention, swapped and fused; or "
+        "fuse: a model in plain JAX, as it is and fused; or gradients: the errors of whole models' gradients in "
+        "bf16, against f32; or upstream: transformers' Flax Llama as it is, with cuDNN's attention, swapped, and "
+        "fused; or "
         "matmul_own: matmul on jaxops' own kernels where it chooses XLA's, "
         "too; or matmul_random: matmul of random sizes; or rows_random: the row ops on random shapes, axes and options",
     )

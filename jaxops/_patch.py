@@ -78,10 +78,11 @@ _ORIGINALS = {
 
 
 class _Scope(NamedTuple):
-    """listener: called with the function's name. leaves: whether a call with this first operand stays with jax.nn."""
+    """listener: called with the function's name. stays: from the function's name and its arguments, whether jax.nn
+    computes the call."""
 
     listener: Callable[[str], None]
-    leaves: Callable[[str, Any], bool]
+    stays: Callable[[str, dict[str, Any]], bool]
 
 
 #: The current scope in this thread (or task); None outside scopes.
@@ -165,8 +166,7 @@ def _dispatch(name: str) -> Callable[..., jax.Array]:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return original(*args, **kwargs)  # which raises the right error
-        first = next(iter(given.values()))
-        if not takes(**given) or _in_pallas_kernel(first) or scope.leaves(name, first):
+        if not takes(**given) or _in_pallas_kernel(next(iter(given.values()))) or scope.stays(name, given):
             return original(*args, **kwargs)
         scope.listener(name)
         return replacement(
@@ -209,14 +209,14 @@ def patch_jax_nn(listener: Callable[[str], None] = lambda name: None) -> Iterato
     """
     if not callable(listener):
         raise TypeError(f"patch_jax_nn: listener must be callable, got {listener!r}")
-    with patched_jax_nn(listener, lambda name, x: False):
+    with patch_where(listener, lambda name, given: False):
         yield
 
 
 @contextlib.contextmanager
-def patched_jax_nn(listener: Callable[[str], None], leaves: Callable[[str, Any], bool]) -> Iterator[None]:
-    """As patch_jax_nn, without the calls for which leaves(name, first operand) is true."""
-    token = _scope.set(_Scope(listener, leaves))
+def patch_where(listener: Callable[[str], None], stays: Callable[[str, dict[str, Any]], bool]) -> Iterator[None]:
+    """As patch_jax_nn, without the calls for which stays(name, arguments) is true."""
+    token = _scope.set(_Scope(listener, stays))
     try:
         with _PATCH.active():
             yield
@@ -224,7 +224,7 @@ def patched_jax_nn(listener: Callable[[str], None], leaves: Callable[[str, Any],
         _scope.reset(token)
 
 
-#: The listener of the current patch_optax scope, likewise.
+#: The listener of the current patch_optax scope in this thread (or task); None outside scopes.
 _optax_listener: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar(
     "jaxops_patch_optax", default=None
 )

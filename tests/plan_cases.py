@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e6, help="begin no more calls when they are over")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="handlers in whose names it is found")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="calls of handlers whose names match the pattern")
     options = parser.parse_args(arguments)
     calls = [*distinct_calls(), *attention_calls(), *matmul_calls(), *gated_calls()]
     calls = [call for call in calls if re.search(options.only, call.handler)][options.part :: options.parts]

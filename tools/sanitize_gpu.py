@@ -1,7 +1,8 @@
 """The GPU handlers under compute-sanitizer: `make sanitize-gpu`.
 
-racecheck needs a build with JAXOPS_RACECHECK=ON, as `make sanitize-gpu` makes it. Else it reports hazards in
-attention's kernels, where a warp's first lane arrives at a barrier for all of them.
+racecheck runs only if `--only` names it. It needs a build with JAXOPS_RACECHECK=ON, which `make sanitize-gpu
+ARGS='--only racecheck'` makes: in the usual build it reports hazards in attention's kernels, where a warp's first lane
+arrives at a barrier for all lanes.
 Under racecheck a launch of a kernel takes up to a second, and in a cluster of 16 blocks up to five, however small. The
 plan of a row says which kernel it takes (ffi/rows/plan.h), so that one call for each plan of an op and dtype is enough
 (tests/plan_cases.py). `--once racecheck,memcheck` makes the same calls under memcheck; other tools run tests on call
@@ -10,8 +11,8 @@ tools watch the memory themselves.
 
 Several processes run at a time, spread over the GPUs of the machine. Prints a line for each as it ends, the output of
 each process that fails, and a summary; exits non-zero if one fails. `--only "memcheck (softmax|layer_norm) float32"`
-runs the processes whose names match the expression, `--only racecheck` a tool alone, `--only racecheck --calls
-attention` the calls of some handlers. `--run-seconds` stops the calls early.
+runs the processes whose names match the expression, `--only racecheck` a tool alone. `--only racecheck --calls
+attention` makes only the calls of matching handlers. `--run-seconds` stops the calls early.
 synccheck (of CUDA 13.0) ends any kernel by an illegal memory access that waits at an mbarrier in eight or more clusters
 of 16 blocks, be it one of each block's own at which one thread arrives; the tests give such kernels two.
 initcheck does not see what the copy engine writes, by which matmul's results are stored; that all of them are written
@@ -37,7 +38,7 @@ from support import gpus  # noqa: E402
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
 CALLS = [sys.executable, "tests/plan_cases.py"]
-TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first
+TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first, which has a build of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--once", default="racecheck", metavar="TOOLS", help="the tools under which each plan runs once"
     )
-    parser.add_argument("--calls", metavar="PATTERN", help="calls of the handlers in whose names it is found")
+    parser.add_argument("--calls", metavar="PATTERN", help="calls of handlers whose names match the pattern")
     parser.add_argument("--run-seconds", type=float, default=1e6, help="begin no more calls when they are over")
     options, more = parser.parse_known_args(arguments)
     devices = gpus.visible()
@@ -131,7 +132,7 @@ def main(arguments: list[str]) -> int:
         parser.error("synccheck takes the tests alone, or --calls of kernels without clusters, such as attention's")
     every, ids = [], []
     named = [tool for tool in TOOLS if tool in options.only]
-    for tool in named or TOOLS:
+    for tool in named or TOOLS[1:]:
         if tool in once:
             every += call_runs(tool, jobs, options)
         else:

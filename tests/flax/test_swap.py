@@ -236,13 +236,22 @@ def test_linen_scope():
     assert nn.make_causal_mask.__module__ == "flax.linen.attention" and not hasattr(nn.make_causal_mask, "__wrapped__")
 
 
-@pytest.mark.parametrize(("dtype", "axes"), [("bfloat16", 4), ("float32", 3), ("float32", 4)])
-def test_attention_weights_in_f32_stay(dtype, axes):
+@pytest.mark.parametrize(
+    ("dtype", "axes", "axis", "stays"),
+    [
+        ("float32", 4, -1, True),
+        ("float32", 4, 3, True),
+        ("float32", 4, 1, False),
+        ("float32", 3, -1, False),
+        ("bfloat16", 4, -1, False),
+        ("int32", 4, -1, False),
+    ],
+)
+def test_attention_weights_in_f32_stay(dtype, axes, axis, stays):
     """XLA fuses what surrounds them; the report says so."""
-    model, report = linen.swap(nn.Sequential([lambda x: nn.softmax(x)]))
+    model, report = linen.swap(nn.Sequential([lambda x: nn.softmax(x, axis)]))
     x = jnp.arange(2**axes).astype(dtype).reshape([2] * axes)
-    np.testing.assert_allclose(*(np.float32(y) for y in (model.apply({}, x), jax.nn.softmax(x))), rtol=1e-2)
-    stays = dtype == "float32" and axes == 4
+    np.testing.assert_allclose(*(np.float32(y) for y in (model.apply({}, x), jax.nn.softmax(x, axis))), rtol=1e-2)
     assert ("softmax" in str(report.kept), "softmax" in report.swapped.values()) == (stays, not stays)
 
 
@@ -508,10 +517,8 @@ def gpt2():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("make", [bert, pytest.param(gpt2, marks=pytest.mark.slow)])
 def test_transformers(make):
-    """Hugging Face's linen models: as many layers swapped as there are, and the same losses in training.
-
-    Their attention weights are in f32 and stay.
-    """
+    """Hugging Face's linen models: all layers are swapped, attention weights in f32 stay, and training gives the same
+    losses."""
     model, arguments, count = make()
     swapped, report = linen.swap(model)
     variables = jax.jit(functools.partial(model.init, return_dict=False))(KEY, *arguments)
@@ -538,6 +545,7 @@ def test_transformers(make):
             losses[name].append(float(value))
         assert len(traced) == 1
     assert len(report.swapped) == count
+    assert sum("attention weights" in why for why in report.kept.values()) == 2
     assert losses["plain"][-1] < losses["plain"][0] - 0.1
     np.testing.assert_allclose(losses["jaxops"], losses["plain"], rtol=1e-4)
 
