@@ -9,6 +9,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.ops import ROW_OPS
 
@@ -134,6 +135,30 @@ def test_train(bench, capsys):
     assert [row["direction"] for row in rows] == ["plain Flax", "swapped", "jaxops"]
     assert {row["unit"] for row in rows} == {"ms"}
     assert "Llama: 1 layers, width 256" in capsys.readouterr().out
+
+
+def test_gradients_that_differ(load):
+    """The training benchmark refuses gradients by the largest difference, and NaN by any; tiny ones may be noise."""
+    train = load("train")
+    wanted = {"a": jnp.ones(4), "b": 1e-6 * jnp.ones(4)}
+    found = {"a": jnp.array([1.0, 1.0, 1.0, 1.2]), "b": jnp.zeros(4)}
+    differences = train._gradients_differ(found, wanted)
+    np.testing.assert_allclose([differences["a"], differences["b"]], [0.1, 1e-3], rtol=1e-4)
+    assert np.isnan(train._gradients_differ({"a": jnp.full(4, jnp.nan), "b": jnp.zeros(4)}, wanted)["a"])
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.1, np.nan])
+def test_gradients_beside_float32(factor, load, monkeypatch, tmp_path, capsys):
+    """A contender whose gradients are wrong fails the run."""
+    main, models = load("__main__"), load("models")
+    best = models.CONTENDERS[models.BASELINE]
+    wrong = best._replace(class_loss=lambda *operands: factor * best.class_loss(*operands))
+    names = ("plain Flax", models.BASELINE)
+    monkeypatch.setattr(models, "CONTENDERS", {name: models.CONTENDERS[name] for name in names} | {"wrong": wrong})
+    command = ["gradients", "--quick", "--only", "Vit", "--results", str(tmp_path)]
+    assert main.main(command) == (0 if factor == 1 else 1)
+    out = capsys.readouterr().out
+    assert "wrong" in out and "best XLA" in out
 
 
 def test_trained_models_are_one(load):
