@@ -6,7 +6,6 @@ causal mask that is added, a gated MLP with three products, a head that is tied 
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import itertools
 import time
@@ -126,9 +125,7 @@ def run(settings: harness.Settings) -> bool:
             "plain": _step(case.loss),
             "fused": _step(jaxops.fuse(case.loss, report=reports.append)),
         }
-        lowered = [step.lower(parameters, tokens) for step in steps.values()]
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiled = dict(zip(steps, pool.map(lambda step: step.compile(), lowered), strict=True))
+        compiled = harness.compile_all({name: step.lower(parameters, tokens) for name, step in steps.items()})
         losses: dict[str, list[float]] = {}
         for name, step in compiled.items():
             now, losses[name] = parameters, []

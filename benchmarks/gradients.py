@@ -6,7 +6,6 @@ smaller, so an error that needs a large batch shows only here.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich import table
 from benchmarks import harness, models
 
 LAYERS = 2
-#: A contender's largest error may be so many times that of XLA at its best.
+#: A contender's largest error may be this many times XLA's.
 TOLERANCE = 1.5
 #: Gradients below this part of the whole gradient's norm do not count: they are rounding errors, as for keys' biases.
 LEAST = 1e-3
@@ -49,7 +48,7 @@ def _exact(case: models.Case) -> Any:
 
 
 def run(settings: harness.Settings) -> bool:
-    """Prints the table; False if a contender's largest error is much larger than that of XLA's best."""
+    """Prints the table; False if a contender's largest error is much larger than XLA's."""
     shown = table.Table(title="Errors of bf16 gradients, relative to the gradient's norm", title_justify="left")
     for heading in ("model", "contender", "mean", "largest", "of"):
         shown.add_column(heading, justify="right" if heading in ("mean", "largest") else "left")
@@ -62,8 +61,7 @@ def run(settings: harness.Settings) -> bool:
         batch = module.batch(jax.random.key(1))
         parameters = models.draw_parameters(module, batch)
         lowered = {name: jax.jit(jax.grad(loss)).lower(parameters, batch) for name, loss in losses.items()}
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiled = dict(zip(lowered, pool.map(lambda step: step.compile(), lowered.values()), strict=True))
+        compiled = harness.compile_all(lowered)
         exact = compiled.pop("f32")(parameters, batch)
         paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(exact)]
         worst = {}

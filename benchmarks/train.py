@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -62,8 +61,7 @@ def _measure(case: models.Case, names: Sequence[str], settings: harness.Settings
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     state = (parameters, zeros, zeros, jnp.zeros((), jnp.int32))
     lowered = {name: models.make_step(module).lower(state, batch) for name, module in modules.items()}
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # a minute's compilation, one after the other
-        steps = dict(zip(lowered, pool.map(lambda step: step.compile(), lowered.values()), strict=True))
+    steps = harness.compile_all(lowered)
     losses: dict[str, list[float]] = {}
     differences = {models.BASELINE: 0.0}
     first = None  # the baseline's first moments after one step: a tenth of its gradients

@@ -6,7 +6,6 @@ documentation. All contenders start from the same parameters and see the same ba
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,7 +126,7 @@ def _step(loss: Any) -> Any:
 
 
 def lower(module: Any, state: Any, tokens: jax.Array, reports: dict[str, Any]) -> dict[str, jax.stages.Lowered]:
-    """Each contender's training step; `reports` gets those of the swap and of `fuse`."""
+    """Each contender's training step. `reports` receives the swap's and `fuse`'s reports."""
     swapped, reports[SWAPPED] = linen.swap(module)
     fused = jaxops.fuse(loss_of(module), report=lambda report: reports.update({FUSED: report}))
     steps = {
@@ -176,9 +175,7 @@ def measure(case: Case, settings: harness.Settings) -> Measured:
     model, batches = case.model(), case.batches()
     state = (model.params, OPTIMIZER.init(model.params))
     reports: dict[str, Any] = {}
-    lowered = lower(model.module, state, batches[0], reports)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        steps = dict(zip(lowered, pool.map(lambda step: step.compile(), lowered.values()), strict=True))
+    steps = harness.compile_all(lower(model.module, state, batches[0], reports))
     losses = curves(steps, state, batches)
     clock = harness.WallClock()
     clock.enough = 0.02 if settings.quick else 0.2

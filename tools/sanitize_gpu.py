@@ -38,7 +38,7 @@ from support import gpus  # noqa: E402
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", ""]
 CALLS = [sys.executable, "tests/plan_cases.py"]
-TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # the slowest first, which has a build of its own
+TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")  # slowest first; racecheck needs its own build
 
 
 @dataclasses.dataclass(frozen=True)

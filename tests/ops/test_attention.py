@@ -658,8 +658,8 @@ def test_kernels_of_biases(shape, depth, dtype, rng):
 @pytest.mark.parametrize("depth", [64, 128, 192])
 @pytest.mark.parametrize("kind", ["lengths", "mask", "gaps", "segments", "bias"])
 def test_kernels_of_many_tiles_that_nothing_sees(kind, depth, rng):
-    """A block takes many tiles, most of them empty, in the same shared memory. The results are those of a few
-    sequences, where each block has one tile."""
+    """Each block computes many tiles, most of them empty, and reuses its shared memory. A few sequences, with one tile
+    a block, give the same results."""
     batch, tokens, heads, groups, few = 96, 512, 4, 2 if kind in ("mask", "segments") else 4, 4
     lengths = rng.integers(1, 200, batch).astype(np.int32)
     query, key, value, dout = (
@@ -668,7 +668,7 @@ def test_kernels_of_many_tiles_that_nothing_sees(kind, depth, rng):
     seen = np.arange(tokens) < lengths[:, None]
     dout = np.where(seen[..., None, None], dout, 0).astype("bfloat16")
     pairs = (seen[:, :, None] & seen[:, None])[:, None]
-    segments = np.where(seen, 1, np.arange(tokens) + 2).astype(np.int32)  # each padding token is a segment of its own
+    segments = np.where(seen, 1, np.arange(tokens) + 2).astype(np.int32)  # each padding token is its own segment
     masks = {
         "lengths": {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths},
         "mask": {"mask": pairs},

@@ -379,10 +379,10 @@ class _Plan:
 
 
 def _shows(search: Search, mask: Value, seen: bool, cone: Cone, layout: _Layout, sizes: dict[str, int]) -> str | None:
-    """What is known of a mask at trace time: "causal"; "all", if every query sees every key; "one", if every query sees
-    a key; None.
+    """How a mask known at trace time limits the keys: "causal"; "all": every query sees every key; "one": every query
+    sees a key. None if neither holds, or the mask is not known.
 
-    seen: its value for a key that is seen.
+    seen: the mask's value for a key that is seen.
     """
     places = {c: i for i, c in enumerate(cone.classes.of(mask))}
     names = {name: c for c, name in _named(cone, layout).items()}
