@@ -252,15 +252,13 @@ class _AttentionKernel(Kernel):
 
         def for_handler(name, value):
             if name == "dbias":
-                return given["bias"].shape
+                return ShapedArray(given["bias"].shape, value.dtype)
             if apart and name in _APART:
                 batch, keys, heads, depth = value.shape
-                return batch, keys, heads * sizes["g"], depth
-            return _with_heads(name, value.shape)
+                return ShapedArray((batch, keys, heads * sizes["g"], depth), np.dtype("float32"))
+            return ShapedArray(_with_heads(name, value.shape), value.dtype)
 
-        shapes = [
-            ShapedArray(for_handler(name, value), value.dtype) for name, value in zip(wanted, results, strict=True)
-        ]
+        shapes = [for_handler(name, value) for name, value in zip(wanted, results, strict=True)]
         workspace = ShapedArray((self._workspace(sizes, _reach_lines(given, sizes)),), np.dtype("int32"))
         left, right = call.window
         options = {f"has_{name}": name in x for name in _OPTIONS if not name.endswith("segments")}
@@ -285,7 +283,7 @@ class _AttentionKernel(Kernel):
                 return _bias_gradient(value, result.shape, sizes)
             if apart and name in _APART:
                 batch, keys, heads, depth = result.shape
-                value = jnp.sum(value.reshape(batch, keys, heads, sizes["g"], depth), 3)
+                value = jnp.sum(value.reshape(batch, keys, heads, sizes["g"], depth), 3).astype(result.dtype)
             return value.reshape(result.shape)
 
         return [of_handler(*found) for found in zip(wanted, out, results, strict=True)]

@@ -43,6 +43,43 @@ def test_long_calls(shape, options, dtype, rng):
     check(draw(rng, shape, dtype, **options), rng)
 
 
+@pytest.mark.parametrize("depth", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"local_window_size": (60, 0)},
+        {"mask": (2, 1, 200, 260), "density": 0.3},
+        {"bias": (1, 4, 200, 260)},
+        {"key_lengths": [260, 97]},
+        {"scale": 1.0},
+    ],
+    ids=lambda options: next(iter(options), "full"),
+)
+def test_errors_are_no_larger_than_those_of_jax_nn(options, dtype, depth, rng):
+    """Root mean squares of the differences from float64, beside the plain form's in the same dtype (printed by -s).
+
+    Where the softmax is nearly one-hot, gradients are differences of <dout, value> and <dout, out>, and `out` is
+    rounded.
+    """
+    if dtype == "float16" and jax.default_backend() == "cpu":
+        pytest.skip("XLA has no such products on the CPU")
+    case = draw(rng, (2, 200, 260, 4, 2, depth), dtype, **options)
+    cotangent = rng.standard_normal(case.arrays["query"].shape).astype(dtype)
+    wanted = exact(case, cotangent)
+    ours, theirs = (
+        jax.jit(functools.partial(value_and_gradients, case, function))(cotangent, case.floats)
+        for function in (attend, jax.nn.dot_product_attention)
+    )
+    for name, value in wanted.items():
+        errors = [np.sqrt(np.mean((np.asarray(x[name]).astype(np.float64) - value) ** 2)) for x in (ours, theirs)]
+        size = np.sqrt(np.mean(value**2))
+        print(f"{dtype} depth {depth} {options} {name}: {errors[0] / size:.2e}, jax.nn {errors[1] / size:.2e}")
+        assert errors[0] <= (2.5 if "scale" in options else 1.02) * errors[1], name
+
+
 def test_float64(x64, rng):
     case = draw(rng, (2, 30, 40, 4, 2, 8), "float64", is_causal=True, sinks=True, bias=(2, 4, 30, 40))
     check(case, rng)

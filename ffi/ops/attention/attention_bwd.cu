@@ -23,7 +23,7 @@ struct BackwardOptions : attention::Options {
 
 struct Gradients {
   void *dq, *dk, *dv;
-  bool apart;    // dk and dv are each query head's own, to be summed over the heads that share a key head
+  bool apart;    // dk and dv are each query head's own, in f32, to be summed over the heads that share a key head
   float* dbias;  // null unless it is wanted
 };
 
@@ -51,10 +51,16 @@ Error LaunchBackward(Device stream, const PreparationArguments& known, const Gra
   for (const cudaError_t status : {attention::DescribeQueries<T>(p, p.q, Tile::kQueries, &arguments.q),
                                    attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v),
-                                   attention::DescribeResults<T>(p, known.dout, Tile::kQueries, &arguments.dout),
-                                   attention::DescribeKeys<T>(apart, gradients.dk, 64, &arguments.dk),
-                                   attention::DescribeKeys<T>(apart, gradients.dv, 64, &arguments.dv)})
+                                   attention::DescribeResults<T>(p, known.dout, Tile::kQueries, &arguments.dout)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
+  if (gradients.apart) {
+    arguments.wide_dk = static_cast<float*>(gradients.dk);
+    arguments.wide_dv = static_cast<float*>(gradients.dv);
+  } else {
+    for (const cudaError_t status : {attention::DescribeKeys<T>(p, gradients.dk, 64, &arguments.dk),
+                                     attention::DescribeKeys<T>(p, gradients.dv, 64, &arguments.dv)})
+      JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
+  }
   if (Tile::kExtraStages > 0) arguments.fetched = attention::DescribeScores<T>(p, Tile::kQueries, &arguments.extra);
   const int64_t key_heads = int64_t{p.batches} * apart.key_heads, tiles = key_heads * CeilDiv(p.keys, Tile::kKeys);
   const int64_t query_blocks = int64_t{p.batches} * p.heads * known.sums.blocks;
@@ -118,16 +124,19 @@ Error LaunchBiasGradient(Device stream, const PreparationArguments& known, float
                                    attention::DescribeKeys<T>(p, p.k, Tile::kKeys, &arguments.k),
                                    attention::DescribeKeys<T>(p, p.v, Tile::kKeys, &arguments.v)})
     JAXOPS_RETURN_IF_ERROR(FromCuda(kHandler, status));
+  arguments.fetched = attention::DescribeScores<T>(p, 64, &arguments.extra);
   arguments.problem = p;
   arguments.sums = known.sums;
   arguments.dbias = dbias;
   arguments.batches = p.bias.batch_stride ? p.batches : 1;
   arguments.heads = p.bias.head_stride ? p.heads : 1;
   arguments.row_blocks = p.bias.query_stride ? static_cast<int>(CeilDiv(p.queries, Tile::kRows)) : 1;
-  const Grid grid = {
-      .blocks = int64_t{arguments.batches} * arguments.heads * arguments.row_blocks * CeilDiv(p.keys, Tile::kKeys),
-      .threads = Tile::kThreads,
-      .shared_bytes = Tile::kSharedBytes};
+  arguments.tiles = int64_t{arguments.batches} * arguments.heads * arguments.row_blocks * CeilDiv(p.keys, Tile::kKeys);
+  const int blocks = attention::Multiprocessors();
+  if (blocks == 0) return Error::Internal("attention_bwd: no device");
+  const Grid grid = {.blocks = std::min<int64_t>(arguments.tiles, blocks),
+                     .threads = Tile::kThreads,
+                     .shared_bytes = Tile::kSharedBytes};
   return FromCuda(kHandler, Launch(stream, attention::AttentionBiasGradient<T>, grid, arguments));
 }
 
@@ -178,7 +187,8 @@ Error DivideWorkspace(const Problem& p, const AnyBuffer& workspace, BackwardSums
 }
 
 // q, k, v, out, lse, dout, [dlse], the options' operands, [maximum, log_sum] -> dq, dk, dv, [dbias]; if q, k and v are
-// one tensor, dq is the gradient of all three, and dk and dv are absent. Up to depth 128, dk and dv may have all heads.
+// one tensor, dq is the gradient of all three, and dk and dv are absent. Up to depth 128, dk and dv may have all heads,
+// in f32.
 Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer out, AnyBuffer lse,
                         AnyBuffer dout, ffi::RemainingArgs rest, BufferResult dq, ffi::RemainingRets more,
                         BackwardOptions options) {
@@ -211,10 +221,10 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, 3, depth}));
   } else {
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, depth}));
-    apart = depth <= 128 && attention::HasShape(*dk, {batches, keys, heads, depth});
+    apart = depth <= 128 && heads != key_heads && attention::HasShape(*dk, {batches, keys, heads, depth});
     for (const auto& [name, buffer] : {std::pair("dk", *dk), std::pair("dv", *dv)})
-      JAXOPS_RETURN_IF_ERROR(
-          attention::CheckShape(kHandler, name, buffer, type, {batches, keys, apart ? heads : key_heads, depth}));
+      JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, name, buffer, apart ? DataType::F32 : type,
+                                                   {batches, keys, apart ? heads : key_heads, depth}));
   }
   JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "lse", lse, DataType::F32, {batches, heads, queries}));
   if (dlse)
@@ -238,8 +248,9 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   return attention::VisitType(kHandler, type, [&]<class T> {
     JAXOPS_RETURN_IF_ERROR(BackwardOf<T>(stream, known, gradients));
     if (!options.unseen_mean) return Error::Success();
-    return FromCuda(kHandler, attention::LaunchSpread<T>(stream, p, known.lse, known.dout, gradients.dv,
-                                                         apart ? p.heads : p.key_heads));
+    return FromCuda(kHandler,
+                    apart ? attention::LaunchSpread<T, float>(stream, p, known.lse, known.dout, gradients.dv, p.heads)
+                          : attention::LaunchSpread<T, T>(stream, p, known.lse, known.dout, gradients.dv, p.key_heads));
   });
 }
 

@@ -69,6 +69,7 @@ struct BackwardArguments {
   CUtensorMap q, k, v, dout, dk, dv, extra;  // dk, dv: in boxes with 64 rows
   Problem problem;                           // key_heads: as many as dk and dv have
   int sharing;                               // so many of these read the same keys and values
+  float *wide_dk, *wide_dv;                  // where dk and dv go unrounded instead, to be summed; or null
   BackwardSums sums;
   int together;     // heads whose keys are taken together
   Fetched fetched;  // as `extra`
@@ -364,14 +365,31 @@ __device__ void AddParts(const BackwardArguments& arguments, const BackwardShare
     const int buffer = parts % Tile::kStaging;
     shared.PartFull(group, buffer).Wait((parts / Tile::kStaging) & 1);
     const int key = tile[kFirstKey] + 64 * group, head = tile[kKeyHead], batch = tile[kBatch];
-    StoreTile<64, Tile::kDepth>(arguments.dk, shared.Part(group, buffer), key, head, batch);
-    StoreTile<64, Tile::kDepth>(arguments.dv, shared.Scores(0) + group * 64 * hopper::kBoxRowBytes, key, head, batch,
-                                Tile::kScoreBytes);
-    hopper::CommitStores();
-    hopper::WaitStoresRead<0>();
+    if (!arguments.wide_dk) {
+      StoreTile<64, Tile::kDepth>(arguments.dk, shared.Part(group, buffer), key, head, batch);
+      StoreTile<64, Tile::kDepth>(arguments.dv, shared.Scores(0) + group * 64 * hopper::kBoxRowBytes, key, head, batch,
+                                  Tile::kScoreBytes);
+      hopper::CommitStores();
+      hopper::WaitStoresRead<0>();
+    }
     shared.PartEmpty(group, buffer).Arrive();
     ++parts;
   });
+}
+
+// Writes a warpgroup's sums to [batches, keys, key heads, depth]. key: this thread's first.
+template <int kCount>
+__device__ void StoreWide(float* result, const float (&sums)[kCount], const Problem& p, int key, int head, int batch) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (key + 8 * h >= p.keys) continue;
+    float* const row = result + ((int64_t{batch} * p.keys + key + 8 * h) * p.key_heads + head) * p.depth;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i)
+      if (const int at = 8 * i + column; at < p.depth)
+        *reinterpret_cast<float2*>(row + at) = {sums[4 * i + 2 * h], sums[4 * i + 2 * h + 1]};
+  }
 }
 
 template <class Tile>
@@ -580,15 +598,21 @@ __device__ void AttendBackward(const BackwardArguments& arguments, const Backwar
     __syncwarp();
     shared.KeysEmpty().ArriveForWarp(lead);
     hopper::NamedSync(kBoth, 2 * kWarpgroup);  // dV takes dS's space, which nobody reads any more
-    uint32_t result[kDepth / 4];
-    Round<T>(result, dv);
-    StoreRounded(shared.Scores(0), Tile::kScoreBytes, 64 * group, result);
 #pragma unroll
     for (int i = 0; i < kDepth / 2; ++i) dk[i] *= p.scale;
-    Round<T>(result, dk);
-    await_place(steps + k);
-    StoreRounded(shared.Part(group, part_buffer()), kChunk<64>, 0, result);
-    hopper::FenceSharedForCopies();
+    if (arguments.wide_dk) {
+      StoreWide(arguments.wide_dk, dk, p, own_key(), tile[kKeyHead], tile[kBatch]);
+      StoreWide(arguments.wide_dv, dv, p, own_key(), tile[kKeyHead], tile[kBatch]);
+      await_place(steps + k);
+    } else {
+      uint32_t result[kDepth / 4];
+      Round<T>(result, dv);
+      StoreRounded(shared.Scores(0), Tile::kScoreBytes, 64 * group, result);
+      Round<T>(result, dk);
+      await_place(steps + k);
+      StoreRounded(shared.Part(group, part_buffer()), kChunk<64>, 0, result);
+      hopper::FenceSharedForCopies();
+    }
     __syncwarp();
     shared.PartFull(group, part_buffer()).ArriveForWarp(lead);
   });

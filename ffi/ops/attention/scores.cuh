@@ -191,9 +191,9 @@ struct GeneralScores {
     BiasGradient(scores, dscores, lse, offset, key, masked);
   }
   __device__ __forceinline__ void BiasGradient(float (&scores)[kKeys / 2], float (&dscores)[kKeys / 2],
-                                               const float (&lse)[2], const float (&delta)[2], int key,
-                                               bool masked) const {
-    Finish(scores, key, masked);
+                                               const float (&lse)[2], const float (&delta)[2], int key, bool masked,
+                                               const ExtraTile& extra = {Fetched::kNothing, 0}) const {
+    Finish(scores, key, masked, extra);
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) scores[i] -= lse[i / 2 % 2];
     if (p.maximum && fmaxf(fabsf(lse[0]), fabsf(lse[1])) > kHugeMaximum) {

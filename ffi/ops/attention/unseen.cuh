@@ -82,10 +82,11 @@ __global__ void __launch_bounds__(kUnseenThreads) AverageForUnseen(const __grid_
 
 // Adds the cotangents of such results, divided by the number of keys, to the gradient of every value. Each block has
 // one of dv's heads: all heads if they are taken apart, else the key heads.
-template <class T>
+template <class T, class U>
 __global__ void __launch_bounds__(kUnseenThreads)
-    SpreadFromUnseen(const __grid_constant__ Problem p, const float* all_lse, const T* dout, T* dv, int heads) {
+    SpreadFromUnseen(const __grid_constant__ Problem p, const float* all_lse, const T* dout, U* dv, int heads) {
   using Eight = Pack<T, kUnseenPack>;
+  using Values = Pack<U, kUnseenPack>;
   __shared__ float sums[kUnseenThreads * kUnseenPack];
   const int batch = blockIdx.x / heads, head = blockIdx.x % heads, group = p.heads / heads;
   const int queries = p.QueriesOf(batch);
@@ -105,11 +106,11 @@ __global__ void __launch_bounds__(kUnseenThreads)
   total.Finish(1.0f / static_cast<float>(p.keys));
   if (!takes_rows) return;
   const int64_t stride = int64_t{heads} * p.head_stride();
-  T* const to = dv + int64_t{batch} * p.keys * stride + int64_t{head} * p.head_stride() + total.column();
+  U* const to = dv + int64_t{batch} * p.keys * stride + int64_t{head} * p.head_stride() + total.column();
   for (int key = total.row(); key < p.keys; key += total.rows()) {
-    Eight* const place = reinterpret_cast<Eight*>(to + key * stride);
-    const Eight before = *place;
-    *place = ToPack<T, kUnseenPack>([&](int i) { return before.template Widen<float>(i) + sums[total.column() + i]; });
+    Values* const place = reinterpret_cast<Values*>(to + key * stride);
+    const Values before = *place;
+    *place = ToPack<U, kUnseenPack>([&](int i) { return before.template Widen<float>(i) + sums[total.column() + i]; });
   }
 }
 
@@ -118,11 +119,11 @@ cudaError_t LaunchAverage(Device stream, const Problem& p) {
   const Grid grid = {.blocks = int64_t{p.batches} * p.heads, .threads = kUnseenThreads};
   return Launch(stream, AverageForUnseen<T>, grid, p);
 }
-// heads: dv's heads.
-template <class T>
+// heads: dv's heads; U: its dtype.
+template <class T, class U>
 cudaError_t LaunchSpread(Device stream, const Problem& p, const float* lse, const void* dout, void* dv, int heads) {
   const Grid grid = {.blocks = int64_t{p.batches} * heads, .threads = kUnseenThreads};
-  return Launch(stream, SpreadFromUnseen<T>, grid, p, lse, static_cast<const T*>(dout), static_cast<T*>(dv), heads);
+  return Launch(stream, SpreadFromUnseen<T, U>, grid, p, lse, static_cast<const T*>(dout), static_cast<U*>(dv), heads);
 }
 
 }  // namespace jaxops::attention
