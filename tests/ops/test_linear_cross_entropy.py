@@ -1,6 +1,7 @@
 """linear_cross_entropy."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -13,7 +14,7 @@ from support.derivatives import check_second_order
 from support.loss_cases import OPTIONS, exact_loss
 
 import jaxops
-from jaxops.ops.linear_cross_entropy import CHUNK_BYTES, CHUNK_TOKENS, _chunk_sizes
+from jaxops.ops.linear_cross_entropy import CHUNK_BYTES, CHUNK_TOKENS, TOKEN_STEP, _chunk_sizes
 
 loss = jaxops.linear_cross_entropy
 TOKENS, WIDTH, COLUMNS = 37, 8, 52
@@ -158,12 +159,18 @@ def test_vmap(rng, full_precision):
 
 
 def test_chunks_are_bounded():
-    for tokens in (1, 100, 2048, 2049, 8192, 8193, 32768, 10**6):
-        for columns in (2, 50304, 128256, 10**7):
-            first, size = _chunk_sizes(tokens, columns, 2, None)
-            count = 1 + (tokens - first) // size if tokens > first else 1
-            assert first + (count - 1) * size == tokens and 0 < first <= size <= CHUNK_TOKENS
-            assert size == 128 or size * columns * 2 <= CHUNK_BYTES
+    """XLA would unroll a loop over two chunks and hold both."""
+    for tokens, columns, wanted in itertools.product(
+        (1, 2, 3, 4, 5, 100, 2048, 2049, 4096, 8192, 8193, 32768, 10**6), (2, 50304, 128256, 10**7), (None, 1, 2, 3, 60)
+    ):
+        first, size = _chunk_sizes(tokens, columns, 2, wanted)
+        most = wanted or (TOKEN_STEP if columns == 10**7 else CHUNK_TOKENS)
+        count = 1 + (tokens - first) // size
+        assert first + (count - 1) * size == tokens
+        assert 0 < first <= most and 0 < size <= max(most, first)
+        assert count != 2 or tokens == 2
+        assert wanted or count == 1 or size <= TOKEN_STEP or size % TOKEN_STEP == 0
+        assert wanted or size <= TOKEN_STEP or size * columns * 2 <= CHUNK_BYTES
 
 
 def compiled(function, *shapes):
@@ -184,6 +191,18 @@ def test_no_logits_of_all_tokens():
         ]
         assert max(sizes) < tokens * columns // 8
         assert program.memory_analysis().temp_size_in_bytes < 2 * tokens * columns // 2
+
+
+@pytest.mark.parametrize(("tokens", "dtype", "chunks"), [(2100, "bfloat16", 1), (2101, "bfloat16", 3), (2100, None, 3)])
+def test_few_tokens_need_no_wide_gradients(tokens, dtype, chunks):
+    """Their logits are one chunk if w has 16 bits: they take no more memory than the gradient of w in f32."""
+    width, columns = 1050, 8
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((width, columns), dtype or jnp.float32)
+    step = jax.grad(lambda x, w: loss(x, w, jnp.zeros(tokens, jnp.int32), reduction="mean"), (0, 1))
+    text = jax.jit(step).lower(x, w).as_text()
+    assert ("while" in text) == (chunks > 1)
+    assert bool(re.search(rf"dot_general.*-> tensor<{width}x{columns}xf32>", text)) == (chunks > 1)
 
 
 def products(function, *shapes) -> int:
