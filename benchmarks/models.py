@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 import jaxops
 from jaxops.flax import linen
@@ -337,6 +338,13 @@ class LlamaSize(Size):
         return f"Llama: {super().label}{', tied' if self.tied else ''}"
 
 
+def _by_batch(x: jax.Array) -> jax.Array:
+    """In a mesh with an axis `data`, over which sequences are split, hidden states are split as well."""
+    if "data" not in jax.sharding.get_abstract_mesh().axis_names:
+        return x
+    return jax.lax.with_sharding_constraint(x, P("data"))
+
+
 class LlamaBlock(nn.Module):
     """RMS norms, rotary embedding, four queries a key head, a gated perceptron, no biases."""
 
@@ -352,14 +360,17 @@ class LlamaBlock(nn.Module):
         norms = [layers.RMSNorm(dtype=DTYPE, name=f"RMSNorm_{i}") for i in range(2)]
 
         def attend(y):
-            heads = {"query": size.heads, "key": size.heads // 4, "value": size.heads // 4}
-            columns = {name: count * size.features for name, count in heads.items()}
-            if parts.fused:  # one product for all three
-                kernels = [Kernel((size.width, n), name=name)().astype(DTYPE) for name, n in columns.items()]
-                ends = np.cumsum(list(columns.values()))[:-1]
-                projected = jnp.split(jaxops.matmul(y, jnp.concatenate(kernels, 1)), ends, -1)
+            counts = {"query": size.heads, "key": size.heads // 4, "value": size.heads // 4}
+            if parts.fused:  # one product for all three: a key head's columns are adjacent, so that heads can be split
+                kernels = [
+                    Kernel((size.width, n * size.features), name=name)().astype(DTYPE) for name, n in counts.items()
+                ]
+                groups = (size.width, counts["key"], -1)
+                joint = jnp.concatenate([kernel.reshape(groups) for kernel in kernels], 2)
+                projected = jaxops.matmul(y, joint.reshape(size.width, -1)).reshape(*y.shape[:2], *joint.shape[1:])
+                projected = jnp.split(projected, np.array([4, 5]) * size.features, -1)
             else:
-                projected = [dense(n, name=name)(y) for name, n in columns.items()]
+                projected = [dense(n * size.features, name=name)(y) for name, n in counts.items()]
             query, key, value = (x.reshape(*y.shape[:2], -1, size.features) for x in projected)
             query, key = _rotate(query), _rotate(key)
             if parts.attention is None:
@@ -382,11 +393,11 @@ class LlamaBlock(nn.Module):
             return dense(size.width, name="down")(nn.silu(gate) * up)
 
         if not parts.fused:
-            x = x + attend(norms[0](x))
-            return x + perceptron(norms[1](x)), None
+            x = _by_batch(x + attend(norms[0](x)))
+            return _by_batch(x + perceptron(norms[1](x))), None
         y, x = (norms[0](x), x) if residual is None else norms[0](x, residual=residual)
-        y, x = norms[1](attend(y), residual=x)
-        return perceptron(y), x
+        y, x = norms[1](_by_batch(attend(y)), residual=x)
+        return _by_batch(perceptron(y)), x
 
 
 class Llama(Gpt):
@@ -397,7 +408,7 @@ class Llama(Gpt):
         """`[batch, tokens]` to hidden states and the vocabulary's kernel."""
         size, parts = self.size, self.parts
         embed = nn.Embed(size.vocabulary, size.width, dtype=DTYPE, name="tokens")
-        x, residual = embed(tokens), None
+        x, residual = _by_batch(embed(tokens)), None
         for i in range(size.layers):
             x, residual = LlamaBlock(size, parts, name=f"block_{i}")(x, residual)
         norm = (linen if parts.fused else nn).RMSNorm(dtype=DTYPE, name="norm")

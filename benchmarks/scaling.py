@@ -84,7 +84,8 @@ class Contender:
         self.state = jax.device_put((parameters, *moments, jnp.zeros((), jnp.int32)), state_shardings)
         self.batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
         function = jax.jit(models.make_step(module), donate_argnums=0, out_shardings=(state_shardings, whole))
-        self.step = function.lower(self.state, self.batch).compile()
+        with jax.set_mesh(mesh):
+            self.step = function.lower(self.state, self.batch).compile()
         self.turns: list[float] = []
         self.loss = float("nan")
 
