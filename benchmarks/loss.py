@@ -119,9 +119,9 @@ def measure(case: Case, clock: harness.Clock, settings: harness.Settings) -> Ite
     draw = harness.drawing(case.operands)
     first = draw(0)
     sets = [first, *(draw(seed) for seed in range(1, harness.copies(first)))]
+    lowered = {name: harness.compiled(f).lower(*first) for name, f in case.contenders().items()}
     calls, memory, losses = {}, {}, {}
-    for name, function in case.contenders().items():
-        program = harness.compiled(function).lower(*first).compile()
+    for name, program in harness.compile_all(lowered).items():
         memory[name] = program.memory_analysis().temp_size_in_bytes / 2**20
         value = program(*first)
         losses[name] = float(value if case.direction == "forward" else value[0])

@@ -145,7 +145,7 @@ def draw_all() -> dict[str, bytes]:
     for path in sorted(RESULTS.glob("*.csv")):
         if path.stem in ("matmul_own", "matmul_random", "rows_random"):  # not what users get, or sizes of chance
             continue
-        if path.stem in ("loss", "mlp", "scaling", "train"):  # no rates; tables on the performance page
+        if path.stem in ("budget", "loss", "mlp", "scaling", "train"):  # no rates; tables on the performance page
             continue
         rows = read_rows(path)
         if path.stem in ("matmul", "dense_gelu"):
