@@ -174,6 +174,18 @@ def compile_all(lowered: Mapping[str, jax.stages.Lowered]) -> dict[str, jax.stag
         return dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
 
 
+def contenders(case: Any) -> tuple[dict[str, Calls], dict[str, float]]:
+    """The calls of a case's contenders on its operands, and the temporary memory of each, in MiB: what the compiled
+    program allocates besides operands and results.
+    """
+    draw = drawing(case.operands)
+    first = draw(0)
+    sets = [first, *(draw(seed) for seed in range(1, copies(first)))]
+    programs = compile_all({name: compiled(function).lower(*first) for name, function in case.contenders().items()})
+    memory = {name: program.memory_analysis().temp_size_in_bytes / 2**20 for name, program in programs.items()}
+    return {name: Calls(program, sets) for name, program in programs.items()}, memory
+
+
 def alternate(clock: Clock, contenders: dict[str, Calls], seconds: float, rounds: int) -> dict[str, float]:
     """Seconds a call for each contender: medians over rounds in which each runs once, in alternating order.
 
@@ -273,6 +285,12 @@ def check(task: Task, ours: Calls, reference: Calls) -> None:
             raise ArithmeticError(f"result {i} differs from XLA's by {error:.1e} of its norm")
 
 
+def origin() -> dict[str, str]:
+    """The fields with which every row begins: when, with which versions and on which device it was measured."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"date": now, "jaxops": jaxops.__version__, "jax": jax.__version__, "device": device_name()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One row of benchmarks/results/<op>.csv.
@@ -300,8 +318,7 @@ class Row:
     @classmethod
     def of(cls, **measured: Any) -> Row:
         """A row for this device, now."""
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(now, jaxops.__version__, jax.__version__, device_name(), **measured)
+        return cls(**origin(), **measured)
 
 
 def record(path: Path, row: Any) -> None:
@@ -322,6 +339,37 @@ def record(path: Path, row: Any) -> None:
         writer.writeheader()
         writer.writerows(rows.values())
     written.replace(path)
+
+
+def run_contenders(
+    name: str,
+    cases: Iterable[Any],
+    measure: Callable[[Any], Iterable[Any]],
+    columns: Mapping[str, Callable[[Any], str]],
+    settings: Settings,
+) -> bool:
+    """Measures the selected cases, each with a row for every contender, the reference first; prints a table with these
+    columns and records the rows in NAME.csv. False if a measurement failed.
+    """
+    succeeded = True
+    shown = table.Table(title=name)
+    shown.add_column(name)
+    shown.add_column("contender")
+    for heading in ("ms", "XLA / this", *columns):
+        shown.add_column(heading, justify="right")
+    for case in settings.bar(settings.select(cases, str), str):
+        try:
+            rows = list(measure(case))
+        except (RuntimeError, ArithmeticError) as error:  # from XLA and the device; from the results
+            settings.console.print(f"{case} FAILED: {str(error).splitlines()[0]}", style="red", markup=False)
+            succeeded = False
+            continue
+        for i, row in enumerate(rows):
+            record(settings.results / f"{name}.csv", row)
+            cells = (f"{row.ms:.4f}", f"{rows[0].ms / row.ms:.3f}", *(show(row) for show in columns.values()))
+            shown.add_row("" if i else str(case), row.contender, *cells)
+    settings.console.print(shown)
+    return succeeded
 
 
 def backend() -> str:

@@ -7,14 +7,12 @@ compiled program's allocation besides its operands and results.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
-from rich.table import Table
 
 import jaxops
 from benchmarks import harness
@@ -116,16 +114,11 @@ def cases(settings: harness.Settings) -> Iterator[Case]:
 
 def measure(case: Case, clock: harness.Clock, settings: harness.Settings) -> Iterator[Row]:
     """A row for each contender; their losses must agree."""
-    draw = harness.drawing(case.operands)
-    first = draw(0)
-    sets = [first, *(draw(seed) for seed in range(1, harness.copies(first)))]
-    lowered = {name: harness.compiled(f).lower(*first) for name, f in case.contenders().items()}
-    calls, memory, losses = {}, {}, {}
-    for name, program in harness.compile_all(lowered).items():
-        memory[name] = program.memory_analysis().temp_size_in_bytes / 2**20
-        value = program(*first)
+    calls, memory = harness.contenders(case)
+    losses = {}
+    for name, call in calls.items():
+        value = call.function(*call.operand_sets[0])
         losses[name] = float(value if case.direction == "forward" else value[0])
-        calls[name] = harness.Calls(program, sets)
         del value
     wanted = losses["XLA's best form"]
     for name, loss in losses.items():
@@ -134,10 +127,7 @@ def measure(case: Case, clock: harness.Clock, settings: harness.Settings) -> Ite
     seconds = harness.alternate(clock, calls, settings.seconds, settings.rounds)
     for name in calls:
         yield Row(
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            jaxops=jaxops.__version__,
-            jax=jax.__version__,
-            device=harness.device_name(),
+            **harness.origin(),
             shape="x".join(map(str, case.shape)),
             direction=case.direction,
             contender=name,
@@ -151,27 +141,7 @@ def measure(case: Case, clock: harness.Clock, settings: harness.Settings) -> Ite
 
 def run(clock: harness.Clock, settings: harness.Settings) -> bool:
     """Measures every case, prints a table and records it; False if a measurement failed."""
-    succeeded = True
-    table = Table(title="losses")
-    for heading in ("loss of", "contender", "ms", "XLA / this", "temporary MiB", "loss"):
-        table.add_column(heading, justify="left" if heading in ("loss of", "contender") else "right")
-    for case in settings.bar(settings.select(cases(settings), str), str):
-        try:
-            rows = list(measure(case, clock, settings))
-        except (RuntimeError, ArithmeticError) as error:  # from XLA and the device; from the losses
-            settings.console.print(f"{case} FAILED: {str(error).splitlines()[0]}", style="red", markup=False)
-            succeeded = False
-            continue
-        for i, row in enumerate(rows):
-            harness.record(settings.results / "loss.csv", row)
-            ratio = rows[0].ms / row.ms
-            table.add_row(
-                "" if i else str(case),
-                row.contender,
-                f"{row.ms:.4f}",
-                f"{ratio:.2f}",
-                f"{row.temporary_mib:.0f}",
-                f"{row.loss:.5f}",
-            )
-    settings.console.print(table)
-    return succeeded
+    columns = {"temporary MiB": lambda row: f"{row.temporary_mib:.0f}", "loss": lambda row: f"{row.loss:.5f}"}
+    return harness.run_contenders(
+        "loss", cases(settings), lambda case: measure(case, clock, settings), columns, settings
+    )

@@ -7,13 +7,11 @@ the activation again. "gated_matmul" has the first half in one call, "gated_mlp"
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from rich.table import Table
 
 import jaxops
 from benchmarks import harness
@@ -121,27 +119,19 @@ def _distance(got, wanted):
 
 def measure(case: Case, clock: harness.Clock, settings: harness.Settings) -> Iterator[Row]:
     """A row for each contender; their results must agree."""
-    draw = harness.drawing(case.operands)
-    first = draw(0)
-    sets = [first, *(draw(seed) for seed in range(1, harness.copies(first)))]
-    calls, memory, wanted = {}, {}, None
-    for name, function in case.contenders().items():
-        program = harness.compiled(function).lower(*first).compile()
-        memory[name] = program.memory_analysis().temp_size_in_bytes / 2**20
-        results = jax.tree.leaves(program(*first))
+    calls, memory = harness.contenders(case)
+    wanted = None
+    for name, call in calls.items():
+        results = jax.tree.leaves(call.function(*call.operand_sets[0]))
         wanted = results if wanted is None else wanted
         for i, (a, b) in enumerate(zip(results, wanted, strict=True)):
             if not (distance := float(_distance(a, b))) <= harness.TOLERANCES[case.dtype]:
                 raise ArithmeticError(f"{name}: result {i} differs from XLA's by {distance:.1e} of its norm")
-        calls[name] = harness.Calls(program, sets)
     del wanted, results
     seconds = harness.alternate(clock, calls, settings.seconds, settings.rounds)
     for name in calls:
         yield Row(
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            jaxops=jaxops.__version__,
-            jax=jax.__version__,
-            device=harness.device_name(),
+            **harness.origin(),
             shape=f"{case.tokens}x{case.width}x{case.inner}",
             activation=case.activation,
             direction=case.direction,
@@ -156,21 +146,7 @@ def measure(case: Case, clock: harness.Clock, settings: harness.Settings) -> Ite
 
 def run(clock: harness.Clock, settings: harness.Settings) -> bool:
     """Measures every case, prints a table and records it; False if a measurement failed."""
-    succeeded = True
-    table = Table(title="gated MLPs")
-    for heading in ("MLP", "contender", "ms", "XLA / this", "TFLOP/s", "temporary MiB"):
-        table.add_column(heading, justify="left" if heading in ("MLP", "contender") else "right")
-    for case in settings.bar(settings.select(cases(settings), str), str):
-        try:
-            rows = list(measure(case, clock, settings))
-        except (RuntimeError, ArithmeticError) as error:  # from XLA and the device; from the results
-            settings.console.print(f"{case} FAILED: {str(error).splitlines()[0]}", style="red", markup=False)
-            succeeded = False
-            continue
-        for i, row in enumerate(rows):
-            harness.record(settings.results / "mlp.csv", row)
-            ratio = f"{rows[0].ms / row.ms:.3f}"
-            numbers = (f"{row.ms:.4f}", ratio, f"{row.tflops:.0f}", f"{row.temporary_mib:.0f}")
-            table.add_row("" if i else str(case), row.contender, *numbers)
-    settings.console.print(table)
-    return succeeded
+    columns = {"TFLOP/s": lambda row: f"{row.tflops:.0f}", "temporary MiB": lambda row: f"{row.temporary_mib:.0f}"}
+    return harness.run_contenders(
+        "mlp", cases(settings), lambda case: measure(case, clock, settings), columns, settings
+    )

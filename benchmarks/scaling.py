@@ -10,7 +10,6 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
-import datetime
 import re
 import statistics
 import sys
@@ -24,7 +23,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxops
 from benchmarks import harness, models
 
 CONTENDERS = (models.BASELINE, "swapped", "jaxops")
@@ -134,10 +132,7 @@ def measure(size: models.LlamaSize, steps: int, turns: int) -> Iterator[Measurem
             alone.setdefault(name, seconds)
             memory = contender.step.memory_analysis()
             yield Measurement(
-                date=datetime.date.today().isoformat(),
-                jaxops=jaxops.__version__,
-                jax=jax.__version__,
-                device=harness.device_name(),
+                **harness.origin(),
                 data=mesh.shape["data"],
                 model=mesh.shape["model"],
                 contender=name,
