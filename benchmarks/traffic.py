@@ -49,6 +49,8 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200"
 """
+#: Those that need no GPU to be compiled: cuDNN's attention does.
+CONTENDERS = [name for name in models.CONTENDERS if name != models.BASELINE]
 #: Bytes a second that an H200 copies.
 RATE = 4.3e12
 
@@ -151,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the chosen models' traffic; 1 if there is none, or no GPU half."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traffic", description=__doc__.splitlines()[0])
     parser.add_argument("only", nargs="?", default="", help="a regular expression that the model's label contains")
-    parser.add_argument("--contender", default="jaxops", choices=("plain Flax", "swapped", "jaxops"))
+    parser.add_argument("--contender", default="jaxops", choices=CONTENDERS)
     parser.add_argument("--most", type=int, default=25, help="how many passes to list (default: %(default)s)")
     options = parser.parse_args(argv)
     cases = [case for case in models.CASES if re.search(options.only, case.label)]

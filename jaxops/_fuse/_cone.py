@@ -120,6 +120,14 @@ def ends(graph: Graph, value: Value, most: int = 24) -> Iterator[Value]:
             return
 
 
+def _is_spread(node: Node) -> bool:
+    """Whether it has its operand's entries, perhaps in a wider dtype or along further axes."""
+    squeezes = node.name == "broadcast_in_dim" or (
+        node.name in ("reshape", "expand_dims") and math.prod(node.avals[0].shape) == math.prod(node.inputs[0].shape)
+    )
+    return widens(node) or node.name in COPIES or (squeezes and len(node.inputs) == 1)
+
+
 class _Classes:
     """Which dimensions of values are the same one."""
 
@@ -264,7 +272,9 @@ class Cone:
         if added := added_mask(value):
             masks = added[:1]
         if not masks:
-            self._peeled |= self._expanded(value) or {value: self._peel(value)}
+            self._peeled |= self._expanded(value) or {
+                value: value if self._is_spread_again(value) else self._peel(value)
+            }
             return
         for node in (inner.node, *reversed(chain)):
             self.classes.add(node)
@@ -304,13 +314,18 @@ class Cone:
                 return {labels: self._peel(labels)}
         return None
 
+    def _is_spread_again(self, value: Value) -> bool:
+        """Whether this is a mask made from one that is a leaf: of queries and keys, which are other axes here."""
+        if not _holds_truths(value):
+            return False
+        while _is_spread(value.node):
+            value = value.node.inputs[0]
+        return value in self._peeled.values()
+
     def _peel(self, value: Value) -> Value:
         while value not in self.whole:
             node = value.node
-            squeezes = node.name == "broadcast_in_dim" or (
-                node.name in ("reshape", "expand_dims") and math.prod(value.shape) == math.prod(node.inputs[0].shape)
-            )
-            if not (widens(node) or node.name in COPIES or (squeezes and len(node.inputs) == 1)):
+            if not _is_spread(node):
                 return value
             try:
                 self.classes.add(node)
@@ -580,6 +595,15 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, np.ndarray | np.generic | jax.Array | bool | int | float)
 
 
+def _holds_truths(value: Value) -> bool:
+    """Whether its entries are those of a boolean array, perhaps as numbers."""
+    while value.name in MOVES or value.name == "convert_element_type":
+        if value.dtype == np.bool_:
+            break
+        value = value.inputs[0]
+    return value.dtype == np.bool_
+
+
 def random_operands(cone: Cone, seed: int, scale: float, shift: float, known: Known) -> tuple[Dual, list[Dual]]:
     """Source rows, and leaves, with tangents, all different. Known masks and labels are given as they are."""
     rng = np.random.default_rng(seed)
@@ -591,13 +615,13 @@ def random_operands(cone: Cone, seed: int, scale: float, shift: float, known: Kn
     columns = min((cone.source.shape[a] for a in cone.axes_of(cone.source)), default=1)
     leaves = []
     for leaf in cone.leaves:
-        shape = cone.small(leaf)
-        if leaf.is_float:
+        shape, truths = cone.small(leaf), _holds_truths(leaf)
+        if leaf.is_float and not truths:
             leaves.append(draw(shape, 1.0, 0.3))
         elif (value := known(leaf)) is not None:
-            leaves.append(Dual(value[tuple(map(slice, shape))]))
-        elif leaf.dtype == np.bool_:
-            leaves.append(Dual(rng.random(shape) < 0.7))
+            leaves.append(Dual(value[tuple(map(slice, shape))].astype(np.float64 if leaf.is_float else value.dtype)))
+        elif truths:
+            leaves.append(Dual((rng.random(shape) < 0.7).astype(np.float64 if leaf.is_float else leaf.dtype)))
         else:
             leaves.append(Dual(rng.integers(columns, size=shape)))
     return source, leaves

@@ -599,9 +599,36 @@ def test_what_looks_like_causality_or_repeated_heads(function, heads, rng):
 
 
 @pytest.mark.parametrize(
+    "mask",
+    [
+        lambda q, k: q & k & fuse_cases.tril(6),
+        lambda q, k: jnp.swapaxes(q & k & fuse_cases.tril(6), 1, 2),
+        lambda q, k: k & q,
+        lambda q, k: jnp.broadcast_to(q, (2, 6, 6)) & q,
+        lambda q, k: k & k[:, :, ::-1],
+        lambda q, k: k & jnp.roll(q, 1, 1),
+        lambda q, k: q | k,
+        lambda q, k: q != k,
+        lambda q, k: 1 - (q & k).astype(jnp.float32),
+        lambda q, k: q.astype(jnp.float32) - k.astype(jnp.float32),
+        lambda q, k: q.astype(jnp.float32) * k.astype(jnp.float32) * 0.5,
+    ],
+)
+def test_masks_of_queries_and_keys_from_one_array(mask, rng):
+    """Found or not, results and derivatives stay."""
+
+    def function(q, k, v, lengths):
+        seen = lengths > -0.3
+        return fuse_cases.masked_by_numbers(q, k, v, mask(seen[:, :, None], seen[:, None, :]))
+
+    assert_alike(function, jaxops.fuse(function), operands(rng, [*fuse_cases.HEADS, (2, 6)]), rng)
+
+
+@pytest.mark.parametrize(
     "name, note",
     [
         ("attention_causal_by_addition", "causal"),
+        ("attention_causal_by_numbers", "causal"),
         ("attention_causal_without_padding", "causal"),
         ("attention_hiding_nothing", ""),
         ("attention_without_padding", ""),

@@ -350,6 +350,24 @@ def attention_causal_and_padded(q, k, v, lengths):
     return mixed(jnp.where(seen, scores_of(q, k), -1e10), v)
 
 
+def masked_by_numbers(q, k, v, mask):
+    return mixed(jnp.where(mask[:, None].astype(jnp.float32), scores_of(q, k), jnp.finfo(q.dtype).min), v)
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_causal_by_numbers(q, k, v):
+    """As with Flax's make_causal_mask."""
+    at = jnp.broadcast_to(jnp.arange(6), (2, 6))
+    return masked_by_numbers(q, k, v, at[:, :, None] >= at[:, None, :])
+
+
+@spelling(*HEADS, (2, 6), **ATTENTION)
+def attention_of_padded_pairs(q, k, v, lengths):
+    """As with Flax's make_attention_mask: one array is the mask for queries and for keys."""
+    seen = lengths > -0.3
+    return masked_by_numbers(q, k, v, jnp.multiply(seen[:, :, None], seen[:, None, :]))
+
+
 @deception("dot_product_attention", *HEADS, (2, 6))
 def attention_with_masks_added(q, k, v, lengths):
     """As transformers' Llama with an attention_mask: if a query sees no key, its weights have a derivative."""

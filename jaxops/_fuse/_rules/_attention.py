@@ -445,7 +445,7 @@ def _reference(plan: _Plan, cone: Cone, key_at: int, value_at: int, positions: S
             if role == "bias":
                 z = z + spread
             else:
-                seen = seen & (spread.value if role == "mask" else ~spread.value)
+                seen = seen & (spread.value != 0 if role == "mask" else spread.value == 0)
         if plan.causal:
             seen = seen & np.tri(*seen.shape[-2:], dtype=bool)
         z = numerics.select(seen, numerics.Dual(np.full(z.shape, -1e30)), z)
@@ -474,7 +474,7 @@ def _build(query, key, value, *extras, plan: _Plan, repeats: int, out) -> jax.Ar
         if role == "bias":
             bias = spread
         else:
-            spread = spread if role == "mask" else ~spread
+            spread = spread != 0 if role == "mask" else spread == 0  # masks may be numbers
             mask = spread if mask is None else mask & spread
     y = getattr(jaxops, OP)(q, k, v, bias, mask, scale=plan.scale, is_causal=plan.causal, logits_soft_cap=plan.cap)
     return layout.from_four(y, sizes, out.shape).astype(out.dtype)
