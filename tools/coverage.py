@@ -271,6 +271,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("name", nargs="*", help=f"models, all by default: {', '.join(MODELS)}")
     parser.add_argument("--reports", action="store_true", help="print each report too")
     options = parser.parse_args(argv)
+    if unknown := [name for name in options.name if name not in MODELS]:
+        parser.error(f"there is no model {unknown[0]!r}, only {', '.join(MODELS)}")
     print("| model | dtype | norms | softmaxes | products | attention | losses | largest difference |")
     print("|---|---|---|---|---|---|---|---|")
     failed = 0

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
@@ -622,6 +623,46 @@ def test_masks_of_queries_and_keys_from_one_array(mask, rng):
         return fuse_cases.masked_by_numbers(q, k, v, mask(seen[:, :, None], seen[:, None, :]))
 
     assert_alike(function, jaxops.fuse(function), operands(rng, [*fuse_cases.HEADS, (2, 6)]), rng)
+
+
+def _flax_masks(tokens):
+    """As people make them for Flax's attention, with the note of a match."""
+    seen = jnp.arange(tokens.shape[1]) < jnp.array([16, 9])[:, None]
+    causal, padded = linen.make_causal_mask(tokens), linen.make_attention_mask(seen, seen)
+    same = linen.make_attention_mask(tokens, tokens, jnp.equal)
+    return {
+        "causal": (causal, "causal"),
+        "causal, boolean": (linen.make_causal_mask(tokens, dtype=bool), "causal"),
+        "padded": (padded, "with mask"),
+        "keys padded": (linen.make_attention_mask(jnp.ones(tokens.shape), seen), "with mask"),
+        "tokens": (linen.make_attention_mask(tokens > 0, tokens > 0), "with mask"),
+        "segments": (same, "with mask"),
+        "causal and padded": (linen.combine_masks(causal, padded), "causal, with mask"),
+        "segments and causal": (linen.combine_masks(same, causal), "causal, with mask"),
+    }
+
+
+@pytest.mark.parametrize("name", _flax_masks(np.zeros((2, 16), np.int32)))
+def test_masks_of_flax(name, rng):
+    """In linen's and nnx's attention, with the masks made in the function."""
+    (x,) = operands(rng, [(2, 16, 32)])
+    tokens = rng.integers(0, 4, (2, 16))
+    layer = linen.MultiHeadDotProductAttention(2)
+    variables = layer.init(jax.random.key(0), x)
+    graph, state = nnx.split(nnx.MultiHeadAttention(2, 32, decode=False, rngs=nnx.Rngs(0)))
+
+    def in_linen(x, tokens):
+        return layer.apply(variables, x, mask=_flax_masks(tokens)[name][0])
+
+    def in_nnx(x, tokens):
+        return nnx.merge(graph, state)(x, mask=_flax_masks(tokens)[name][0])
+
+    for function in (in_linen, in_nnx):
+        reports = []
+        fused = jaxops.fuse(lambda x, f=function: f(x, tokens), report=reports.append)
+        assert_alike(lambda x, f=function: f(x, tokens), fused, (x,), rng)
+        (note,) = [found.note for found in reports[0].replaced if found.op == "dot_product_attention"]
+        assert note == _flax_masks(tokens)[name][1]
 
 
 @pytest.mark.parametrize(
