@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
@@ -213,9 +214,29 @@ class Graph:
                 caller = source or (equation.source_info if is_of_jax(program) else None)
                 results = self._add(program, values, given, stack, caller)
             else:
-                results = _folded(equation, given) or self._node(equation, given, stack, source)
+                results = _folded(equation, given) or self._unmultiplied(equation, given, stack, source)
             env.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _unmultiplied(self, equation: JaxprEqn, inputs: list[Value], names: Any, source: Any) -> list[Value]:
+        """A node. A product that sums nothing and multiplies by ones, as by a mask that hides no head, becomes its other
+        operand, transposed as the result is.
+        """
+        if equation.primitive is lax.dot_general_p:
+            (contracted, _), batch = equation.params["dimension_numbers"]
+            for i in (0, 1):
+                ones, other, first = inputs[i], inputs[1 - i], batch[1 - i]
+                if contracted or len(batch[i]) != len(ones.shape) or other.dtype != equation.outvars[0].aval.dtype:
+                    continue
+                if not _is_one(ones):
+                    continue
+                order = (*first, *(d for d in range(len(other.shape)) if d not in first))
+                if order == tuple(range(len(order))):
+                    return [other]
+                params = {"permutation": order}
+                equation = equation.replace(primitive=lax.transpose_p, params=params, invars=[equation.invars[1 - i]])
+                return self._node(equation, [other], names, source)
+        return self._node(equation, inputs, names, source)
 
     def _node(self, equation: JaxprEqn, inputs: list[Value], names: Any, source: Any) -> list[Value]:
         key = (*inputs, *equation.params.values()) if _rounds(equation, inputs) else None
@@ -264,6 +285,18 @@ class Graph:
 _SELECTIONS = frozenset(
     {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "gather", *COPIES}
 )
+
+
+def _is_one(value: Value, most: int = 2**16) -> bool:
+    """Whether all entries are 1, as is known at trace time; an array of constants has at most so many."""
+    while value.number() is None and (value.name in _SELECTIONS - {"gather"} or value.name == "convert_element_type"):
+        value = value.inputs[0]
+    if (number := value.number()) is not None:
+        return number == 1
+    given = value.node.params.get("value") if value.name == "constant" else None
+    if given is None or isinstance(given, jax.core.Tracer) or not _is_real(value.dtype) or np.size(given) > most:
+        return False
+    return bool(np.all(np.asarray(given) == 1))
 
 
 def _rounds(equation: JaxprEqn, inputs: Sequence[Value]) -> bool:

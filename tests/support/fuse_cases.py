@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -352,6 +353,26 @@ def attention_causal_and_padded(q, k, v, lengths):
 
 def masked_by_numbers(q, k, v, mask):
     return mixed(jnp.where(mask[:, None].astype(jnp.float32), scores_of(q, k), jnp.finfo(q.dtype).min), v)
+
+
+@spelling(*HEADS, **ATTENTION)
+def attention_with_all_heads(q, k, v):
+    """As transformers' BERT: weights are multiplied by a mask of heads, which hides none."""
+    heads = jnp.asarray(np.ones((3, 4), np.int32))[1]
+    weights = jnp.einsum("...hqk,h->...hqk", jax.nn.softmax(scores_of(q, k)), heads)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_without_a_head(q, k, v):
+    weights = jnp.einsum("...hqk,h->...hqk", jax.nn.softmax(scores_of(q, k)), np.array([1, 1, 0, 1]))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@deception("dot_product_attention", *HEADS)
+def attention_with_heads_in_another_order(q, k, v):
+    weights = jnp.einsum("bhqk,h->hbqk", jax.nn.softmax(scores_of(q, k)), np.ones(4, np.int32))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.reshape(2, 4, 6, 6), v)
 
 
 @spelling(*HEADS, **ATTENTION)
