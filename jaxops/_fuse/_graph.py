@@ -219,8 +219,8 @@ class Graph:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _unmultiplied(self, equation: JaxprEqn, inputs: list[Value], names: Any, source: Any) -> list[Value]:
-        """A node. A product that sums nothing and multiplies by ones, as by a mask that hides no head, becomes its other
-        operand, transposed as the result is.
+        """A node. A product that sums nothing and multiplies by ones, as by a mask that hides no head, becomes its
+        other operand, transposed as the result is.
         """
         if equation.primitive is lax.dot_general_p:
             (contracted, _), batch = equation.params["dimension_numbers"]
