@@ -552,9 +552,9 @@ def _is_known_function(node: Node) -> bool:
 
 
 def known_value(value: Value, most: int = 40) -> np.ndarray | None:
-    """The value if it is known at trace time: made from constants and positions, with `_LARGEST` entries or fewer."""
-    if math.prod(value.shape) > _LARGEST:
-        return None
+    """The value if it is known at trace time: made from constants and positions, with `_LARGEST` entries or fewer at
+    each step, not counting repetitions, as along the batch.
+    """
     env: dict[Value, Dual] = {}
 
     def compute(value: Value) -> bool:
@@ -572,10 +572,14 @@ def known_value(value: Value, most: int = 40) -> np.ndarray | None:
         if node.name == "input" or node.has_effects or len(node.avals) != 1 or not all(map(compute, node.inputs)):
             return False
         operands = [env[v] for v in node.inputs]
+        if node.name in ELEMENTWISE:
+            operands = [thin(x) for x in operands]
+        if _entries(node, [x.shape for x in operands]) > _LARGEST:
+            return False
         if node.name not in MOVES:
-            thinned = [thin(x) if node.name in ELEMENTWISE else x for x in operands]
             operands = [
-                Dual(x.value.astype(np.float64)) if v.is_float else x for x, v in zip(thinned, node.inputs, strict=True)
+                Dual(x.value.astype(np.float64)) if v.is_float else x
+                for x, v in zip(operands, node.inputs, strict=True)
             ]
         found = evaluate(node.name, node.params, operands, value.shape)
         if found is not None:  # rounded, or wrapped around, as the dtype is
@@ -586,6 +590,17 @@ def known_value(value: Value, most: int = 40) -> np.ndarray | None:
         return env[value].value if compute(value) else None
     finally:
         env.clear()  # `compute` refers to itself, so that its large arrays would wait for the garbage collector
+
+
+def _entries(node: Node, shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many entries NumPy computes or copies for a node with operands of these shapes."""
+    if node.name in ELEMENTWISE:
+        return math.prod(np.broadcast_shapes(*shapes))
+    out = node.avals[0].shape
+    moves = node.name in MOVES or node.name == "iota"
+    if moves and (node.name != "reshape" or [d for d in out if d != 1] == [d for d in shapes[0] if d != 1]):
+        return 0
+    return max(math.prod(shape) for shape in (out, *shapes))
 
 
 Known = Callable[[Value], np.ndarray | None]

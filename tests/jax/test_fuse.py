@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from support import fuse_cases
 
 import jaxops
+from jaxops._fuse import _cone
 from jaxops._fuse._arithmetic import Dual
 from jaxops._fuse._graph import Graph
 
@@ -623,6 +624,17 @@ def test_masks_of_queries_and_keys_from_one_array(mask, rng):
         return fuse_cases.masked_by_numbers(q, k, v, mask(seen[:, :, None], seen[:, None, :]))
 
     assert_alike(function, jaxops.fuse(function), operands(rng, [*fuse_cases.HEADS, (2, 6)]), rng)
+
+
+@pytest.mark.parametrize("largest, note", [(36, "causal"), (35, "with mask")])
+def test_largest_known_masks(largest, note, monkeypatch, rng):
+    """Repetitions along the batch do not count. A larger mask is an operand."""
+    monkeypatch.setattr(_cone, "_LARGEST", largest)
+    function, shapes, _ = fuse_cases.SPELLINGS["attention_causal_by_numbers"]
+    reports = []
+    fused = jaxops.fuse(function, report=reports.append)
+    assert_alike(function, fused, operands(rng, shapes), rng)
+    assert [found.note for found in reports[0].replaced] == [note]
 
 
 def _flax_masks(tokens):
