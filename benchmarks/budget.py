@@ -55,8 +55,8 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass
 class Budget:
-    """A step: microseconds by the wall clock, without the profiler; its kernels' runs, with it, which takes a few
-    percent longer; the HLO that tells where they come from.
+    """A step: its microseconds by the wall clock; its kernels' runs under the profiler, where they take a few percent
+    longer; the HLO that tells where they come from.
     """
 
     wall: float
@@ -82,7 +82,8 @@ class Budget:
     @property
     def gaps(self) -> float:
         """Microseconds between the first kernel's start and the last one's end in which none runs."""
-        return max(e.start + e.duration for e in self.events) - min(e.start for e in self.events) - self.busy
+        first = min((event.start for event in self.events), default=0.0)
+        return max((event.start + event.duration for event in self.events), default=0.0) - first - self.busy
 
     def sources(self) -> dict[str, str]:
         """For each fused kernel the operation and the source line that the compiler names for it."""

@@ -262,7 +262,7 @@ LOSS_SIZES = {2: "tokens x vocabulary", 3: "tokens x width x vocabulary"}
 
 
 def loss() -> str:
-    """Losses beside XLA's best form and optax, with the temporary memory: without logits, else of the fastest."""
+    """Losses beside XLA's best form and optax. The temporary memory is the linear loss's, or the fastest one's."""
     found = read("loss")
     if not found:
         return "*Not measured yet.*"

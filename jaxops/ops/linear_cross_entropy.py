@@ -20,12 +20,13 @@ from jaxops._sharding import Layout
 from jaxops.ops import _cross_entropy as kernels
 from jaxops.ops.cross_entropy import Options, checked_labels
 
-#: A chunk's logits: at most so many tokens and so many bytes. Each chunk reads and writes w's f32 gradient once. On an
-#: H200, 8192 tokens of width 4096 and 128256 columns take 43.4 ms in chunks of 1664 tokens, 41.5 in chunks of 2048,
-#: and 41.3 in chunks of 2736.
+#: A chunk's logits: at most so many tokens and so many bytes, unless they replace w's f32 sums (see `_run`). Each chunk
+#: reads and writes w's f32 gradient once. On an H200, 8192 tokens of width 4096 and 128256 columns take 43.4 ms in
+#: chunks of 1664 tokens, 41.5 in chunks of 2048, and 41.3 in chunks of 2736.
 CHUNK_TOKENS, CHUNK_BYTES = 2048, 512 << 20
 
-#: Sizes of chunks are multiples of this many tokens, which suits the products' tiles.
+#: Sizes of chunks, but the first one's, are multiples of this many tokens where they can be, which suits products'
+#: tiles.
 TOKEN_STEP = 256
 
 #: On these platforms, logits have a multiple of this many columns. Else XLA pads each chunk's logits, and takes the
@@ -57,16 +58,23 @@ def _chunk_sizes(tokens: int, columns: int, itemsize: int, wanted: int | None) -
     """The tokens in the first chunk and in each other one."""
     if not isinstance(tokens, int):  # symbolic
         return tokens, tokens
-    most = wanted or max(TOKEN_STEP, min(CHUNK_TOKENS, CHUNK_BYTES // (columns * itemsize) // TOKEN_STEP * TOKEN_STEP))
+    fitting = CHUNK_BYTES // (columns * itemsize) if isinstance(columns, int) else CHUNK_TOKENS
+    most = wanted or max(TOKEN_STEP, min(CHUNK_TOKENS, fitting // TOKEN_STEP * TOKEN_STEP))
     count = math.ceil(tokens / most)
     if count <= 1:
         return tokens, tokens
     # Two chunks would be a loop with one step, which XLA unrolls. It then holds both chunks' logits at once, and adds
     # their gradients of w in a third array: 3.0 GiB instead of 1.4 for 4096 tokens of width 4096 and 128256 columns.
     count = 3 if count == 2 and tokens > 2 else count
-    step = 1 if wanted else TOKEN_STEP
-    size = min(most, math.ceil(math.ceil(tokens / count) / step) * step, (tokens - 1) // (count - 1))
-    return tokens - (count - 1) * size, size
+    step, equal = TOKEN_STEP, math.ceil(tokens / count)
+    while True:  # the largest step that leaves a first chunk of half the others' size, if these are few
+        size = math.ceil(equal / step) * step
+        first = tokens - (count - 1) * size
+        if size <= most and (first > 0 if count > 8 else 2 * first >= size):
+            return first, size
+        if step == 1:
+            return (first, size) if first > 0 else (tokens - (count - 1) * (tokens // count), tokens // count)
+        step //= 2
 
 
 def _over_chunks(body, arrays, first: int, size: int):
@@ -103,6 +111,7 @@ class _Linear(Kernel):
     handler = "cross_entropy_fwd"
     linear: tuple[str, ...] = ()
     pads = True  # whether `chunk` can leave out columns
+    in_place = False  # whether the logits' gradient takes their place
 
     def __init__(self, name: str, slots: str):
         super().__init__(name, target=False)
@@ -163,12 +172,14 @@ class _Linear(Kernel):
         columns = w.shape[0 if spec.transposed else 1]
         sizes = _chunk_sizes(tokens, columns, x.dtype.itemsize, spec.tokens)
         wide = accumulator(x.dtype)
-        if "dw" in spec.results and w.dtype == x.dtype != wide and not over_tokens and isinstance(tokens, int):
-            # The logits of few tokens take no more memory than w's f32 sums would beside its 16-bit gradient.
-            if spec.tokens is None and tokens * x.dtype.itemsize <= x.shape[-1] * wide.itemsize:
+        static = isinstance(tokens, int) and isinstance(x.shape[-1], int)
+        if "dw" in spec.results and w.dtype == x.dtype != wide and not over_tokens and static:
+            # Few tokens' logits and their gradient take no more memory than w's f32 sums beside its 16-bit gradient.
+            arrays = 1 if self.in_place and not over else 2
+            if spec.tokens is None and arrays * tokens * x.dtype.itemsize <= x.shape[-1] * wide.itemsize:
                 sizes = tokens, tokens
             spec = spec._replace(rounded=sizes[0] == tokens)
-        by_token = {"x": lambda x: x.reshape(tokens, -1), "token": lambda x: x.reshape(tokens, 1)}
+        by_token = {"x": lambda x: x.reshape(tokens, x.shape[-1]), "token": lambda x: x.reshape(tokens, 1)}
         flat = {n: by_token[kind](named[n]) for n, kind in there.items() if kind in by_token}
         shared = {n: x for n, x in named.items() if n not in flat}
         for name, kind in there.items():  # products are x's dtype's
@@ -409,6 +420,8 @@ class _Backward(_Linear):
 class _Both(_Linear):
     """The values, and the gradients for cotangents that are known before: three products in all."""
 
+    in_place = True
+
     def chunk(self, how, over, named, spec):
         chunk = _Chunk(how, over, named, spec)
         dz, values = chunk.both(named["dlog"], named["dpicked"], named["dsum"], spec.z_loss)
@@ -501,7 +514,7 @@ def linear_cross_entropy(
     precision: Any = None,
     chunk_tokens: int | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Softmax cross entropy of the logits `x @ w + bias` [tokens, vocabulary], which never exist as a whole.
+    r"""Softmax cross entropy of the logits `x @ w + bias` [tokens, vocabulary], a chunk of tokens at a time.
 
     The function computes the logits for one chunk of tokens at a time, and reduces them to one loss a token. If it is
     differentiated and has a `reduction`, it knows the tokens' weights in the forward pass, and computes the gradients
@@ -527,7 +540,8 @@ def linear_cross_entropy(
       ignore_index: label of tokens with zero loss and gradient; None: no such label.
       return_logsumexp: return a pair: the loss and every token's logsumexp. Only without a reduction.
       precision: as in :func:`jax.numpy.matmul`, for the products.
-      chunk_tokens: the most tokens in a chunk; None: 2048, or fewer if their logits would take more than 512 MiB.
+      chunk_tokens: the most tokens in a chunk; None: 2048, or fewer if their logits would take more than 512 MiB; or
+        all tokens, if their logits take no more memory than an f32 gradient beside the one of a 16-bit `w`.
 
     Returns:
       The losses [...], or with a reduction a scalar; f32 (f64 for f64).

@@ -77,7 +77,7 @@ def test_errors_are_no_larger_than_those_of_jax_nn(options, dtype, depth, rng):
         errors = [np.sqrt(np.mean((np.asarray(x[name]).astype(np.float64) - value) ** 2)) for x in (ours, theirs)]
         size = np.sqrt(np.mean(value**2))
         print(f"{dtype} depth {depth} {options} {name}: {errors[0] / size:.2e}, jax.nn {errors[1] / size:.2e}")
-        assert errors[0] <= (2.5 if "scale" in options else 1.02) * errors[1], name
+        assert errors[0] <= (2.5 if "scale" in options and name in ("query", "key") else 1.02) * errors[1], name
 
 
 def test_float64(x64, rng):
@@ -729,6 +729,28 @@ def test_kernels_of_many_tiles_that_nothing_sees(kind, depth, rng):
 
 
 @on_hopper
+@pytest.mark.parametrize("depth", [64, 192])
+@pytest.mark.parametrize("rows, dtype", [(512, "bfloat16"), (512, "float32"), (1, "bfloat16")])
+def test_kernels_of_bias_gradients_with_many_tiles(rows, dtype, depth, rng):
+    """As above: each block computes up to 47 tiles of the bias's gradient. Two sequences give it one at most."""
+    batch, tokens, heads, few = 96, 512, 4, 2
+    operands = [rng.standard_normal((batch, tokens, heads, depth)).astype("bfloat16") for _ in range(4)]
+    bias = rng.standard_normal((batch, heads, rows, tokens)).astype(dtype)
+    lengths = rng.integers(1, tokens, batch).astype(np.int32)
+
+    @jax.jit
+    def run(query, key, value, dout, bias, lengths):
+        options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "implementation": "jaxops"}
+        return jax.vjp(lambda bias: attend(query, key, value, bias, **options), bias)[1](dout)[0]
+
+    found = run(*operands, bias, lengths)
+    for i in range(0, batch, few):
+        part = slice(i, i + few)
+        wanted = np.asarray(run(*(x[part] for x in (*operands, bias, lengths))), np.float32)
+        assert np.linalg.norm(np.asarray(found[part], np.float32) - wanted) <= 1e-2 * np.linalg.norm(wanted)
+
+
+@on_hopper
 def test_kernels_of_more_documents_than_they_count(rng):
     case = draw(rng, (1, 10000, 10000, 1, 1, 64), "bfloat16", is_causal=True)
     case.arrays["query_segment_ids"] = (np.arange(10000, dtype=np.int32) // 2)[None]
@@ -788,7 +810,7 @@ def test_kernels_repeat_their_bits(depth, options, rng):
 
 @pytest.mark.parametrize(("queries", "few", "apart"), [(72, 5, True), (72, 4, False), (8, 5, False)])
 def test_few_key_blocks_take_query_heads_apart(queries, few, apart, monkeypatch, rng):
-    """Keys and values then have gradients for each query head, which are summed."""
+    """Keys and values then have gradients for each query head in f32, which are summed."""
     shapes = []
 
     def fake(results, query, key, value, out, lse, dout, *, scale, causal, **_):
@@ -796,23 +818,27 @@ def test_few_key_blocks_take_query_heads_apart(queries, few, apart, monkeypatch,
         assert results[0].shape == query.shape and results[2].shape == results[1].shape
         key, value = (jnp.repeat(x, results[1].shape[2] // x.shape[2], 2) for x in (key, value))
         attention = functools.partial(jax.nn.dot_product_attention, scale=float(scale), is_causal=causal)
-        return [*jax.vjp(attention, query, key, value)[1](dout), jnp.zeros(results[3].shape, results[3].dtype)]
+        gradients = jax.vjp(attention, query, key, value)[1](dout)
+        assert [x.dtype for x in results[:3]] == [query.dtype, *[np.float32 if apart else key.dtype] * 2]
+        found = [x.astype(result.dtype) for x, result in zip(gradients, results[:3], strict=True)]
+        return [*found, jnp.zeros(results[3].shape, results[3].dtype)]
 
     monkeypatch.setattr(kernels._backward, "ffi_call", fake)
     monkeypatch.setattr(kernels._backward, "why_not", lambda *_: None)
     monkeypatch.setattr(kernels, "_FEW_BLOCKS", few)
     batch, keys, heads, group, depth = 2, 72, 2, 3, 16
-    query = rng.standard_normal((batch, queries, heads, group, depth)).astype(np.float32)
-    key, value = (rng.standard_normal((batch, keys, heads, depth)).astype(np.float32) for _ in range(2))
+    query = rng.standard_normal((batch, queries, heads, group, depth)).astype("bfloat16")
+    key, value = (rng.standard_normal((batch, keys, heads, depth)).astype("bfloat16") for _ in range(2))
     call = kernels.Call(0.3, causal=True)
     given = {"query": query, "key": key, "value": value}
     found = kernels.plain.forward(call, given)
     given |= {"out": found["out"], "lse": found["lse"]}
-    given |= {"dout": rng.standard_normal(found["out"].shape).astype(np.float32)}
+    given |= {"dout": rng.standard_normal(found["out"].shape).astype("bfloat16")}
     params = {"names": tuple(given), "wanted": ("dquery", "dkey", "dvalue"), "call": call}
     found = kernels._backward.call_target(*given.values(), **params)
     assert shapes == [(batch, keys, heads * group if apart else heads, depth)]
     wanted = kernels._backward.plain(*given.values(), **params)
     for got, right in zip(found, wanted, strict=True):
         assert got.shape == right.shape
-        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-4)
+        got, right = np.asarray(got, np.float32), np.asarray(right, np.float32)
+        assert np.linalg.norm(got - right) <= 1e-2 * np.linalg.norm(right)

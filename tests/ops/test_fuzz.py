@@ -68,16 +68,17 @@ def test_what_failed(name):
     fuzz.check([REGRESSIONS[name]])
 
 
-def test_wrong_attention_is_seen(monkeypatch):
+@pytest.mark.parametrize("name", ["out", "key", "value"])
+def test_wrong_attention_is_seen(name, monkeypatch):
     right = fuzz.attention_cases.value_and_gradients
 
     def wrong(case, function, cotangent, floats=None):
         found = right(case, function, cotangent, floats)
-        return found | {"key": found["key"] * (1 if function is fuzz.attention_cases.dense else 1.2)}
+        return found | {name: found[name] * (1 if function is fuzz.attention_cases.dense else 1.2)}
 
     monkeypatch.setattr(fuzz.attention_cases, "value_and_gradients", wrong)
     (_, error) = fuzz.run("attention", 1, seed=0)
-    assert error.startswith("key:") and "ulp" in error
+    assert error.startswith(f"{name}:") and "ulp" in error
 
 
 @pytest.mark.parametrize("op", [op for op in fuzz.OPS if op != "attention"])

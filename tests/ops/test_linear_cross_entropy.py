@@ -161,16 +161,45 @@ def test_vmap(rng, full_precision):
 def test_chunks_are_bounded():
     """XLA would unroll a loop over two chunks and hold both."""
     for tokens, columns, wanted in itertools.product(
-        (1, 2, 3, 4, 5, 100, 2048, 2049, 4096, 8192, 8193, 32768, 10**6), (2, 50304, 128256, 10**7), (None, 1, 2, 3, 60)
+        (*range(1, 9), 100, 512, 800, 1024, 1025, 2048, 2049, 4096, 8192, 8193, 32768, 10**6),
+        (2, 50304, 128256, 262144, 524288, 10**7),
+        (None, 1, 2, 3, 60, 1024),
     ):
         first, size = _chunk_sizes(tokens, columns, 2, wanted)
-        most = wanted or (TOKEN_STEP if columns == 10**7 else CHUNK_TOKENS)
+        default = max(TOKEN_STEP, CHUNK_BYTES // (columns * 2) // TOKEN_STEP * TOKEN_STEP)
+        most = wanted or min(CHUNK_TOKENS, default)
         count = 1 + (tokens - first) // size
-        assert first + (count - 1) * size == tokens
-        assert 0 < first <= most and 0 < size <= max(most, first)
+        assert first + (count - 1) * size == tokens and 0 < first <= most and 0 < size <= most
         assert count != 2 or tokens == 2
-        assert wanted or count == 1 or size <= TOKEN_STEP or size % TOKEN_STEP == 0
-        assert wanted or size <= TOKEN_STEP or size * columns * 2 <= CHUNK_BYTES
+        assert most < 9 or count > 8 or 2 * first >= size
+        assert count == 1 or size < 128 or size % 32 == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "wanted", "sizes"),
+    [
+        (4096, 128256, None, (1024, 1536)),
+        (8192, 128256, None, (2048, 2048)),
+        (1024, 512000, None, (256, 384)),
+        (1025, 262144, None, (257, 384)),
+        (2048, 64, 1024, (512, 768)),
+        (1025, 64, 512, (257, 384)),
+        (4, 64, 2, (2, 1)),
+    ],
+)
+def test_chunk_sizes(tokens, columns, wanted, sizes):
+    assert _chunk_sizes(tokens, columns, 2, wanted) == sizes
+
+
+@pytest.mark.parametrize("sizes", ["d, 100", "16, v", "d, v"])
+def test_symbolic_sizes(sizes, rng):
+    width, columns = jax.export.symbolic_shape(sizes)
+    step = jax.jit(jax.grad(lambda x, w: loss(x, w, jnp.zeros(64, jnp.int32), reduction="mean"), (0, 1)))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, width), (width, columns))]
+    exported = jax.export.export(step, disabled_checks=jaxops.disabled_checks())(*shapes)
+    x, w = (rng.standard_normal(shape).astype("bfloat16") for shape in ((64, 16), (16, 100)))
+    for got, wanted in zip(exported.call(x, w), step(x, w), strict=True):
+        np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), rtol=0.02, atol=1e-4)
 
 
 def compiled(function, *shapes):
@@ -193,13 +222,22 @@ def test_no_logits_of_all_tokens():
         assert program.memory_analysis().temp_size_in_bytes < 2 * tokens * columns // 2
 
 
-@pytest.mark.parametrize(("tokens", "dtype", "chunks"), [(2100, "bfloat16", 1), (2101, "bfloat16", 3), (2100, None, 3)])
-def test_few_tokens_need_no_wide_gradients(tokens, dtype, chunks):
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "reduction", "chunks"),
+    [
+        (2100, "bfloat16", "mean", 1),
+        (2101, "bfloat16", "mean", 3),
+        (2100, None, "mean", 3),
+        (2100, "bfloat16", None, 3),
+    ],
+)
+def test_few_tokens_need_no_wide_gradients(tokens, dtype, reduction, chunks):
     """Their logits are one chunk if w has 16 bits: they take no more memory than the gradient of w in f32."""
     width, columns = 1050, 8
     x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((width, columns), dtype or jnp.float32)
-    step = jax.grad(lambda x, w: loss(x, w, jnp.zeros(tokens, jnp.int32), reduction="mean"), (0, 1))
+    labels = jnp.zeros(tokens, jnp.int32)
+    step = jax.grad(lambda x, w: jnp.mean(loss(x, w, labels, reduction=reduction)), (0, 1))
     text = jax.jit(step).lower(x, w).as_text()
     assert ("while" in text) == (chunks > 1)
     assert bool(re.search(rf"dot_general.*-> tensor<{width}x{columns}xf32>", text)) == (chunks > 1)

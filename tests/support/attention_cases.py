@@ -156,10 +156,10 @@ def dense(
 
 
 def value_and_gradients(case: Case, function, cotangent, floats=None):
-    """The result, and the gradients for its product with the cotangent, by name."""
+    """The result "out", and the operands' gradients for its product with the cotangent, by name."""
     floats = case.floats if floats is None else floats
     out, pull = jax.vjp(lambda x: case.run(x, function), floats)
-    return {"value": out, **pull(cotangent.astype(out.dtype))[0]}
+    return {"out": out, **pull(cotangent.astype(out.dtype))[0]}
 
 
 def exact(case: Case, cotangent, floats=None) -> dict[str, np.ndarray]:
@@ -189,8 +189,8 @@ def check(case: Case, rng, draws: int = 1) -> None:
         cotangent = rng.standard_normal(shape).astype(query.dtype)
         wanted = exact(case, cotangent, floats)
         for name, value in ours(cotangent, floats).items():
-            assert value.dtype == (query if name == "value" else floats[name]).dtype
-            rounding = ROUNDING if name == "value" else GRADIENT_ROUNDING
+            assert value.dtype == (query if name == "out" else floats[name]).dtype
+            rounding = ROUNDING if name == "out" else GRADIENT_ROUNDING
             terms = max(query.shape[1], case.arrays["key"].shape[1])
             if name in ("sinks", "bias"):  # summed over the batch as well; on GPUs XLA's exp has an error of 2 ulp
                 terms, rounding = terms * query.shape[0], rounding + 2

@@ -181,7 +181,7 @@ def test_budget(load, capsys, tmp_path):
     events = [("MatmulKernel", 0.0, 4.0), ("loop_add_fusion_1", 2.0, 4.0), ("void AttentionForward", 10.0, 1.0)]
     found = budget.Budget(20.0, [budget.Event(*event) for event in events], hlo)
     assert {kind for kind, events in found.kinds().items() if events} == {"products", "elementwise", "attention"}
-    assert found.busy == 7.0
+    assert (found.busy, found.gaps, budget.Budget(1.0, [], hlo).gaps) == (7.0, 4.0, 0.0)
     assert found.sources() == {"loop_add_fusion_1": "jit(step)/a/add m.py:7"}
     models = load("models")
     for case in models.CASES:

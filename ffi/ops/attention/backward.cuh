@@ -309,7 +309,8 @@ __device__ void LoadKeys(const BackwardArguments& arguments, const BackwardShare
 }
 
 // Each of two warps adds one warpgroup's dQ parts to the sums in memory, each in its turn; the first block stores its
-// part instead. This must take less time than a step. The warp also stores the warpgroup's dK and dV.
+// part instead. This must take less time than a step. The warp also stores the warpgroup's dK and dV, unless they stay
+// unrounded.
 template <class Tile>
 __device__ void AddParts(const BackwardArguments& arguments, const BackwardShared<Tile>& shared, int group) {
   constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;

@@ -4,7 +4,8 @@
 // A tile of the result has 128 queries and 128 keys, 64 queries for each of two warpgroups. A block takes every
 // gridDim.x-th tile, and visits the batches, heads and, if the bias has one row for all queries, query blocks that the
 // tile stands for. For each it recomputes S = Q K^T and dP = dO V^T, 64 depth columns at a time, and adds dS up in
-// registers. The tile's part of the bias is the same for all of them, so the copy engine brings it once.
+// registers. A 16-bit bias with a row for each query is brought once a tile by the copy engine; others are read from
+// global memory.
 #ifndef JAXOPS_OPS_ATTENTION_DBIAS_CUH_
 #define JAXOPS_OPS_ATTENTION_DBIAS_CUH_
 
@@ -110,7 +111,8 @@ __global__ void __launch_bounds__(BiasTile::kThreads, 1)
   const Problem& p = arguments.problem;
   const bool fetched = arguments.fetched == Fetched::kBias;
   const int key_blocks = (p.keys + kKeys - 1) / kKeys, chunks = (p.depth + 63) / 64;
-  int steps = 0, buffer = 0, parity = 0;  // of the bias
+  int steps = 0;
+  int buffer = 0, parity = 0;  // of the bias
   // Calls use(index, key block) for this block's tiles.
   const auto for_each_tile = [&](const auto& use) {
     for (int64_t tile = blockIdx.x; tile < arguments.tiles; tile += gridDim.x) {
@@ -199,7 +201,11 @@ __global__ void __launch_bounds__(BiasTile::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) sums[i] += dscores[i];
     });
-    if (fetched) bias_empty(buffer).ArriveForWarp(lane == 0);
+    if (fetched) {
+      hopper::FenceSharedForCopies();  // the reads are before the refill
+      __syncwarp();
+      bias_empty(buffer).ArriveForWarp(lane == 0);
+    }
     float* const result = arguments.dbias + int64_t{index / arguments.row_blocks} * (is_row ? 1 : p.queries) * p.keys;
     if (is_row) {
       StoreRowSum(sums, reinterpret_cast<float (*)[kKeys]>(dynamic + (biases - SharedAddress(dynamic))),
