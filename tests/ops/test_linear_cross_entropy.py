@@ -191,6 +191,14 @@ def test_chunk_sizes(tokens, columns, wanted, sizes):
     assert _chunk_sizes(tokens, columns, 2, wanted) == sizes
 
 
+@pytest.mark.parametrize("reduction", [None, "sum", "mean"])
+def test_no_tokens(reduction):
+    x, w, labels = jnp.ones((0, 16)), jnp.ones((16, 10)), jnp.ones(0, jnp.int32)
+    total = lambda x, w: jnp.sum(loss(x, w, labels, reduction=reduction))  # noqa: E731
+    value, (dx, dw) = jax.value_and_grad(total, (0, 1))(x, w)
+    assert (value, dx.shape) == (0, x.shape) and not np.any(dw)
+
+
 @pytest.mark.parametrize("sizes", ["d, 100", "16, v", "d, v"])
 def test_symbolic_sizes(sizes, rng):
     width, columns = jax.export.symbolic_shape(sizes)
