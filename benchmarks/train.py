@@ -1,4 +1,4 @@
-"""Whole training steps: plain Flax, the best that XLA has, the model swapped by one call, and jaxops' own layers."""
+"""Whole training steps: plain Flax, XLA at its best, the model swapped or fused by one call, and jaxops' own layers."""
 
 from __future__ import annotations
 
