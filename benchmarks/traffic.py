@@ -49,7 +49,7 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 10 }
 device_description_str: "NVIDIA H200"
 """
-#: Those that need no GPU to be compiled: cuDNN's attention does.
+#: The contenders that compile without a GPU; cuDNN's attention needs one.
 CONTENDERS = [name for name in models.CONTENDERS if name != models.BASELINE]
 #: Bytes a second that an H200 copies.
 RATE = 4.3e12

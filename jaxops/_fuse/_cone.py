@@ -467,10 +467,7 @@ def _compared(value: Value) -> list[Value]:
     """The mask if the value says where it, as numbers, is not 0."""
     if value.name not in ("gt", "ne") or value.inputs[1].number() != 0:
         return []
-    inner = value.inputs[0]
-    while inner.name in MOVES or (inner.name == "convert_element_type" and inner.dtype != np.bool_):
-        inner = inner.inputs[0]
-    return value.inputs[:1] if inner.dtype == np.bool_ else []
+    return value.inputs[:1] if _holds_truths(value.inputs[0]) else []
 
 
 def added_mask(value: Value) -> tuple[Value, bool, float] | None:
@@ -611,10 +608,8 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _holds_truths(value: Value) -> bool:
-    """Whether its entries are those of a boolean array, perhaps as numbers."""
-    while value.name in MOVES or value.name == "convert_element_type":
-        if value.dtype == np.bool_:
-            break
+    """Whether it is a boolean array, or a boolean array converted to numbers."""
+    while value.dtype != np.bool_ and (value.name in MOVES or value.name == "convert_element_type"):
         value = value.inputs[0]
     return value.dtype == np.bool_
 
