@@ -357,19 +357,26 @@ def run_contenders(
     shown.add_column("contender")
     for heading in ("ms", "XLA / this", *columns):
         shown.add_column(heading, justify="right")
-    for case in settings.bar(settings.select(cases, str), str):
-        try:
-            rows = list(measure(case))
-        except (RuntimeError, ArithmeticError) as error:  # from XLA and the device; from the results
-            settings.console.print(f"{case} FAILED: {str(error).splitlines()[0]}", style="red", markup=False)
-            succeeded = False
-            continue
-        for i, row in enumerate(rows):
-            record(settings.results / f"{name}.csv", row)
-            cells = (f"{row.ms:.4f}", f"{rows[0].ms / row.ms:.3f}", *(show(row) for show in columns.values()))
-            shown.add_row("" if i else str(case), row.contender, *cells)
-    settings.console.print(shown)
+    try:
+        for case in settings.bar(settings.select(cases, str), str):
+            try:
+                rows = list(measure(case))
+            except (RuntimeError, ArithmeticError) as error:  # from XLA and the device; from the results
+                settings.console.print(f"FAILED {case}: {_reason(error)}", style="red", markup=False)
+                succeeded = False
+                continue
+            for i, row in enumerate(rows):
+                record(settings.results / f"{name}.csv", row)
+                cells = (f"{row.ms:.4f}", f"{rows[0].ms / row.ms:.3f}", *(show(row) for show in columns.values()))
+                shown.add_row("" if i else str(case), row.contender, *cells)
+    finally:  # also after an interrupt
+        settings.console.print(shown)
     return succeeded
+
+
+def _reason(error: Exception) -> str:
+    """The message's first line, or the error's type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def backend() -> str:
@@ -493,6 +500,5 @@ def run(title: str, tasks: Sequence[Task], clock: Clock, settings: Settings) -> 
     finally:
         settings.console.print(results_table(title, rows))
         for task, error in failures:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            settings.console.print(f"FAILED {task.label}: {reason}", style="red", markup=False)
+            settings.console.print(f"FAILED {task.label}: {_reason(error)}", style="red", markup=False)
     return not failures
