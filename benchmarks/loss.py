@@ -1,7 +1,8 @@
 """Losses from logits, and from hidden states, beside optax and XLA's best form, with the memory each takes.
 
 XLA's best form is logsumexp in f32 minus a masked sum: it writes neither f32 logits nor a one-hot array. Memory is the
-compiled program's allocation besides its operands and results.
+compiled program's allocation besides its operands and results. With several devices, losses from hidden states also run
+on all of them, with the vocabulary split.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxops
 from benchmarks import harness
@@ -49,15 +53,24 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A loss and its operands' shape; direction: "forward", or with the gradients."""
+    """A loss and its operands' shape.
+
+    direction: "forward", or with the gradients. devices: how many share the vocabulary.
+    """
 
     shape: tuple[int, ...]
     direction: str
     dtype: str
+    devices: int = 1
 
     def __str__(self) -> str:
         kind = "logits" if len(self.shape) == 2 else "hidden states"
-        return f"{kind} {'x'.join(map(str, self.shape))} {self.direction} {self.dtype}"
+        return f"{kind} {self.label} {self.direction} {self.dtype}"
+
+    @property
+    def label(self) -> str:
+        """The shape, and on how many devices."""
+        return "x".join(map(str, self.shape)) + (f" on {self.devices}" if self.devices > 1 else "")
 
     def operands(self, generator: harness.Generator) -> tuple[jax.Array, ...]:
         """Logits, or hidden states and weights; labels."""
@@ -68,7 +81,15 @@ class Case:
             return (3 * generator.standard_normal(self.shape)).astype(self.dtype), labels
         _, width, _ = self.shape
         x = generator.standard_normal((tokens, width)).astype(self.dtype)
-        return x, (generator.standard_normal((width, columns)) / width**0.5).astype(self.dtype), labels
+        w = (generator.standard_normal((width, columns)) / width**0.5).astype(self.dtype)
+        if self.devices == 1:
+            return x, w, labels
+        mesh = Mesh(np.array(jax.devices()[: self.devices]), ("vocabulary",))
+        specs = (P(), P(None, "vocabulary"), P())
+        return tuple(
+            jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+            for array, spec in zip((x, w, labels), specs, strict=True)
+        )
 
     def contenders(self) -> dict[str, Callable[..., Any]]:
         """Functions on the operands: the mean loss, or the loss and the gradients."""
@@ -109,7 +130,10 @@ def cases(settings: harness.Settings) -> Iterator[Case]:
         for shape in (*(SMALL_LOGITS if small else LOGITS), *(SMALL_HIDDEN if small else HIDDEN)):
             if dtype == "float32" and len(shape) == 3 and not small:
                 continue
-            yield from (Case(shape, direction, dtype) for direction in ("forward", "value and gradients"))
+            devices = len(jax.devices())
+            split = len(shape) == 3 and devices > 1 and shape[-1] % devices == 0
+            for count in (1, devices) if split else (1,):
+                yield from (Case(shape, direction, dtype, count) for direction in ("forward", "value and gradients"))
 
 
 def measure(case: Case, clock: harness.Clock, settings: harness.Settings) -> Iterator[Row]:
@@ -128,7 +152,7 @@ def measure(case: Case, clock: harness.Clock, settings: harness.Settings) -> Ite
     for name in calls:
         yield Row(
             **harness.origin(),
-            shape="x".join(map(str, case.shape)),
+            shape=case.label,
             direction=case.direction,
             contender=name,
             dtype=case.dtype,

@@ -227,7 +227,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
         if kernel is None:
             continue
         avals, results = ([variable.aval for variable in side] for side in (equation.invars, equation.outvars))
-        available = why_no_handler(name, platform) is None and all(math.prod(aval.shape) for aval in avals)
+        available = why_no_handler(kernel.handler, platform) is None and all(math.prod(aval.shape) for aval in avals)
         available = available and kernel.is_chosen(*avals, **equation.params)
         detail = kernel.explain(*avals, **equation.params)
         calls.append(

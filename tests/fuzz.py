@@ -119,6 +119,7 @@ _LAYOUTS = {
     "behind": (lambda x: np.concatenate([x[..., :1], x], -1), lambda x: x[..., 1:]),
     "every second": (lambda x: np.repeat(x, 2, -1), lambda x: x[..., ::2]),
     "backwards": (lambda x: np.flip(x).copy(), jnp.flip),
+    "below": (lambda x: np.concatenate([x[:1], x]), lambda x: x[len(x) > 0 :]),  # adjacent, at any address
 }
 
 
@@ -322,9 +323,9 @@ def _prepare(case: Case, values: str) -> _Prepared:
         stacked = wanted[0]
     first = case.operands[0][0]
     stored = arrays | {first: _LAYOUTS[case.layout][0](arrays[first])}
-    # A boolean is its lowest bit. A norm's tangent is computed in plain JAX, where XLA selects by the lowest bit, but
-    # counts every byte that is not 0.
-    counted = case.family == "norm" and case.derivative == "jvp"
+    # A boolean is its lowest bit. XLA agrees, except where it converts a mask to numbers, transposes it alone (to map
+    # it), or, on GPUs, selects in a reduction: there, every byte counts that is not 0. Tangents in plain JAX do so.
+    counted = case.derivative == "jvp" or "where" in mapped
     if "where" in stored and case.seed % 2 and not counted:
         others = rng.integers(0, 128, stored["where"].shape, np.uint8) << 1
         stored["where"] = np.asarray(others | stored["where"]).view(bool)

@@ -1,4 +1,4 @@
-"""Call frames for every plan of every row kernel, for every matmul and attention tile, for gated MLPs.
+"""Call frames for every plan of every row kernel, for every matmul and attention tile, gated MLPs and linear losses.
 
 `python tests/plan_cases.py --part 3 --parts 30` makes the calls on a GPU, split evenly: for tools/sanitize_gpu.py. A
 row's plan (ffi/rows/plan.h) says which kernel a call launches, so that one call for each plan is enough.
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from support import frames
-from support.frame_cases import gated_calls, matmul_call, planned
+from support.frame_cases import gated_calls, linear_calls, matmul_call, planned
 from support.ops import CASES, ROW_OPS
 from support.row_cases import COLUMNS_ONCE
 
@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1e6, help="begin no more calls when they are over")
     parser.add_argument("--only", default="", metavar="PATTERN", help="calls of handlers whose names match the pattern")
     options = parser.parse_args(arguments)
-    calls = [*distinct_calls(), *attention_calls(), *matmul_calls(), *gated_calls()]
+    calls = [*distinct_calls(), *attention_calls(), *matmul_calls(), *gated_calls(), *linear_calls()]
     calls = [call for call in calls if re.search(options.only, call.handler)][options.part :: options.parts]
     memory, rng = frames.Device(), np.random.default_rng(0)
     start, done = time.monotonic(), 0

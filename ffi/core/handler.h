@@ -68,6 +68,10 @@ inline Error CheckBuffer(const char* handler, const AnyBuffer& buffer) {
   return Error::Success();
 }
 
+// Whether vectors and the copy engine can take data that begins there. Null is aligned. XLA aligns its buffers, but it
+// may hand over a slice of one, which begins anywhere.
+inline bool IsAligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
 // No exception crosses the FFI: a standard-library exception (no memory) becomes an error status.
 template <auto kHandler>
 struct Guarded;

@@ -12,9 +12,6 @@
 
 namespace jaxops {
 
-// Whether vectors and the copy engine can take data that begins there. Null is aligned.
-inline bool IsAligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
 struct Grid {
   int64_t blocks;
   int threads;

@@ -144,6 +144,7 @@ template <int kSlots>
 struct RowShape {
   Axes<kSlots> groups, rows, columns;
   bool across = false;   // adjacent in memory: neighbouring rows, not a row's elements
+  bool aligned = true;   // no tensor begins within a vector (IsAligned)
   uint32_t present = 0;  // bit s: slot s has a tensor
 
   int64_t total_rows() const { return groups.total * rows.total; }
@@ -189,11 +190,12 @@ class RowShapeParser {
       normalised_[axis] = true;
     }
     SetStrides(0, x);
+    aligned_ = IsAligned(x.untyped_data());
     return Error::Success();
   }
 
   // A tensor with x's shape.
-  Error Full(const char* name, const AnyBuffer& buffer) const {
+  Error Full(const char* name, const AnyBuffer& buffer) {
     return Check(name, buffer, [&](int64_t axis, int64_t size) { return size == sizes_[axis]; });
   }
 
@@ -251,6 +253,7 @@ class RowShapeParser {
       if (!list.Append(sizes_[axis], strides_[axis])) return Invalid(handler_, "too many axes that do not join");
       shape->across = !normalised_[axis];
     }
+    shape->aligned = aligned_;
     shape->present = present_;
     for (Axes<kSlots>* list : {&shape->groups, &shape->rows, &shape->columns})
       if (list->count == 0) list->Append(1, {});
@@ -263,7 +266,8 @@ class RowShapeParser {
   int64_t rank() const { return static_cast<int64_t>(sizes_.size()); }
 
   template <class Fits>
-  Error Check(const char* name, const AnyBuffer& buffer, Fits fits) const {
+  Error Check(const char* name, const AnyBuffer& buffer, Fits fits) {
+    aligned_ &= IsAligned(buffer.untyped_data());
     const auto dims = buffer.dimensions();
     bool same = dims.size() == sizes_.size();
     for (int64_t axis = 0; same && axis < rank(); ++axis) same = fits(axis, dims[axis]);
@@ -288,6 +292,7 @@ class RowShapeParser {
   std::vector<bool> normalised_, kept_;
   std::vector<std::array<int64_t, kSlots>> strides_;
   uint32_t present_ = 0;
+  bool aligned_ = true;
 };
 
 // Results summed over each group's rows, and their workspace [results, groups, chunks, columns], which holds the sums

@@ -158,7 +158,8 @@ cudaError_t LaunchSumsOfFewRows(cudaStream_t stream, const Op& op, const RowShap
                   shape.columns.total, results);
   };
   constexpr int kV = kPackOf<T>;
-  return shape.columns.total % kV == 0 ? launch.template operator()<kV>() : launch.template operator()<1>();
+  return shape.aligned && shape.columns.total % kV == 0 ? launch.template operator()<kV>()
+                                                        : launch.template operator()<1>();
 }
 
 // Adds up the chunks in the workspace, in double. A block takes 32 sums, and each of its warps takes every eighth

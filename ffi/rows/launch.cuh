@@ -58,19 +58,21 @@ inline constexpr Kernel kKernelOf = kSharing == Sharing::kWarp    ? Kernel::kWar
 
 // Describes the tensors and the op for the planner.
 template <class T, class Op, class Packs, class SingleElements>
-RowProblem ProblemOf([[maybe_unused]] const Op& op, const Packs& packs, const SingleElements& elements, bool across) {
+RowProblem ProblemOf([[maybe_unused]] const Op& op, const Packs& packs, const SingleElements& elements, bool across,
+                     bool aligned) {
   constexpr int kAxes = GeometryOf<Op::kSlots, Layout::kPlain>::kRowAxes;
   const bool few_axes = packs.rows.count <= kAxes;
   bool stays = false;
   if constexpr (RowOpThatStays<Op>) stays = packs.rows_alike && packs.rows.count == 1 && op.MayStay();
+  // Where a tensor begins within a vector, kernels for single elements in any layout read them all.
   return {.rows = packs.rows.total,
           .columns = packs.columns.total,
           .elements = kElementsOf<T>,
           .across = across,
-          .packs = packs.plain && few_axes,
-          .aligned_packs = packs.aligned,
-          .single_elements = elements.plain && few_axes,
-          .one_axis = packs.columns.count == 1 && few_axes,
+          .packs = aligned && packs.plain && few_axes,
+          .aligned_packs = aligned && packs.aligned,
+          .single_elements = aligned && elements.plain && few_axes,
+          .one_axis = aligned && packs.columns.count == 1 && few_axes,
           .one_row_axis = packs.rows.count == 1,
           .alike = stays,
           .inputs = Op::kInputs,
@@ -393,7 +395,7 @@ cudaError_t LaunchRows(cudaStream_t stream, const Op& op, const SingleOp& single
   if (shape.size() == 0) return cudaSuccess;
   const Layouts<Op::kSlots> elements(shape, 1, Op::kBroadcasts);
   const Layouts<Op::kSlots> packs(shape, PackOf(kElementsOf<T>, shape.across), Op::kBroadcasts);
-  const RowProblem problem = ProblemOf<T>(op, packs, elements, shape.across);
+  const RowProblem problem = ProblemOf<T>(op, packs, elements, shape.across, shape.aligned);
   cudaError_t status = cudaErrorInvalidConfiguration;
   const Launcher<T, Op> own(stream, op, &status);
   if constexpr (std::is_same_v<T, __half>) {
@@ -444,7 +446,7 @@ bool LaunchPlainRows(cudaStream_t stream, const Op& op, const RowShape<kMore>& s
     if (shape.across || shape.size() == 0) return false;
     const Launcher<T, Op> own(stream, op, status);
     const Layouts<Op::kSlots> packs(shape, own.kPack, Op::kBroadcasts);
-    if (!ProblemOf<T>(op, packs, packs, false).packs) return false;
+    if (!ProblemOf<T>(op, packs, packs, false, shape.aligned).packs) return false;
     const int64_t length = DivideUp(packs.columns.total, own.kPack);
     return RunPlan([&](const RowDevice& device) { return PlanHeld(own.kHeld, length, false, device); },
                    [&](const RowPlan& plan) { return plan.kernel != Kernel::kNone && own.Along(plan, packs); });
@@ -464,7 +466,7 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
   constexpr int kGroupAxes = GroupsOf<Op::kSlots, Layout::kPlain>::kMost;
   if (!packs.GroupedRowsAlike(Op::kBroadcasts)) return false;
   const bool even = packs.template Fit<Plain>() && packs.groups.count <= kGroupAxes;
-  RowProblem problem = ProblemOf<T>(op, packs, elements, false);
+  RowProblem problem = ProblemOf<T>(op, packs, elements, false, shape.aligned);
   problem.inputs = op.Inputs();
   problem.sums = Op::kSums;
   problem.packs &= even;
@@ -483,15 +485,6 @@ bool LaunchRowSums(cudaStream_t stream, const Op& op, const SingleOp& single, co
                      return own.Sums(plan, plan.elements ? elements : packs, results);
                    });
   }
-}
-
-// XLA aligns its buffers to 128 bytes or more; packs need 16.
-inline Error CheckAlignment(const char* handler, std::initializer_list<std::optional<AnyBuffer>> buffers,
-                            std::initializer_list<const void*> more = {}) {
-  bool aligned = true;
-  for (const std::optional<AnyBuffer>& buffer : buffers) aligned &= !buffer || IsAligned(buffer->untyped_data());
-  for (const void* data : more) aligned &= IsAligned(data);
-  return aligned ? Error::Success() : Invalid(handler, "a buffer is not 16-byte aligned");
 }
 
 }  // namespace jaxops::rows

@@ -198,7 +198,8 @@ bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, 
         using F = SegmentAcross<16, 8, kSegmentRegisters, 16, /*kBackwards=*/true>;
         constexpr int kV = PackOf(kElementsOf<T>, true);
         const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
-        if (layouts.plain && LaunchParts<P, F, kV, Layout::kPlain, A>(stream, op, layouts, workspace, sums, status)) {
+        if (shape.aligned && layouts.plain &&
+            LaunchParts<P, F, kV, Layout::kPlain, A>(stream, op, layouts, workspace, sums, status)) {
           return true;
         }
       }
@@ -213,7 +214,7 @@ bool LaunchSplitRows(cudaStream_t stream, const Op& op, const SingleOp& single, 
       using F = SegmentAlong<4, kSegmentRegisters, 512, /*kBackwards=*/true>;
       constexpr int kV = PackOf(kElementsOf<T>, false);
       const Layouts<Op::kSlots> layouts(shape, kV, Op::kBroadcasts);
-      if (shape.columns.count == 1 &&
+      if (shape.aligned && shape.columns.count == 1 &&
           LaunchParts<P, F, kV, Layout::kShifted, A>(stream, op, layouts, workspace, sums, status)) {
         return true;
       }

@@ -174,6 +174,8 @@ FEW_ROWS_TILES = (
 #: backward pass.
 GATED_TILE = Tile(128, 128, True, 0.96, band=2)
 GATED_BACKWARD_TILE = Tile(128, 192, True, 0.99)
+#: The tile for the linear cross entropy's forward pass (linear_cross_entropy.cu).
+LINEAR_LOSS_TILE = Tile(128, 192, True, 0.99)
 
 
 def rows_in_calls(tile: Tile | FewRowsTile) -> int:

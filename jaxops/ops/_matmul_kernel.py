@@ -236,7 +236,10 @@ class _MatmulKernel(Kernel):
             spec = spec._replace(lhs_transposed=True, rhs_transposed=False)
         precision = plain_precision(lhs.dtype, rhs.dtype, spec.precision)
         wide = sums or accumulator(lhs.dtype, spec.dtype)
-        if lhs.dtype != rhs.dtype:  # 8-bit floats, for which jnp.matmul defines no promotion
+        # jnp.matmul defines no promotion of different 8-bit floats. On GPUs, XLA multiplies the elements of small 8-bit
+        # matrices (fewer than 100 in both) as f16, where 448 * 448 is infinite.
+        small = jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize == 1 and lhs.size + rhs.size < 4096
+        if lhs.dtype != rhs.dtype or small:
             lhs, rhs = (x.astype(accumulator(spec.dtype)) for x in (lhs, rhs))
         batch = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])
         shared = [a for a in range(rank - 2) if lhs.shape[a] == rhs.shape[a]]

@@ -14,10 +14,13 @@ from jax.core import ShapedArray
 from jax.interpreters import ad
 
 from jaxops import _arguments as arguments
-from jaxops._kernel import Kernel, jvp_of_linear
+from jaxops._device import local_device
+from jaxops._kernel import Kernel, jvp_of_linear, why_no_handler
 from jaxops._rows import accumulator
 from jaxops._sharding import Layout
 from jaxops.ops import _cross_entropy as kernels
+from jaxops.ops import _matmul_choice as choices
+from jaxops.ops._matmul_kernel import has_algorithm
 from jaxops.ops.cross_entropy import Options, checked_labels
 
 #: A chunk's logits: at most so many tokens and so many bytes, unless they replace w's f32 sums (see `_run`). Each chunk
@@ -33,14 +36,18 @@ TOKEN_STEP = 256
 #: padding off again, around each product: for BERT's vocabulary of 30522 this took as long as half a product.
 PADDED_ON, COLUMN_STEP = ("cuda",), 8
 
+#: From so many tokens on, one kernel on Hopper's tensor cores multiplies and reduces the logits, if only the losses are
+#: wanted; fewer tokens leave most of its tiles empty.
+LEAST_TOKENS_AT_ONCE = 128
+
 
 class Spec(NamedTuple):
     """The parameters of a kernel's call.
 
     has: the optional operands that are given. results: the optional results that are wanted. transposed: w is
     [vocabulary, width]. tokens: a chunk's most tokens; None: as CHUNK_TOKENS and CHUNK_BYTES say. padded: logits have a
-    multiple of COLUMN_STEP columns; a lowering decides it. rounded: the product that is w's gradient is rounded to x's
-    dtype, as nothing is added to it.
+    multiple of COLUMN_STEP columns. on_gpu: Hopper's kernel may run. A lowering decides both. rounded: the product that
+    is w's gradient is rounded to x's dtype, as nothing is added to it.
     """
 
     has: tuple[str, ...]
@@ -51,6 +58,7 @@ class Spec(NamedTuple):
     tokens: int | None
     precision: Any
     padded: bool = False
+    on_gpu: bool = False
     rounded: bool = False
 
 
@@ -111,8 +119,8 @@ class _Linear(Kernel):
     pads = True  # whether `chunk` can leave out columns
     in_place = False  # whether the logits' gradient takes their place
 
-    def __init__(self, name: str, slots: str):
-        super().__init__(name, target=False)
+    def __init__(self, name: str, slots: str, **options: Any):
+        super().__init__(name, **{"target": False, **options})
         operands, results = ([part.split(":") for part in side.split()] for side in slots.split("->"))
         self.operands = [(name, kind.strip("?"), "?" in kind) for name, kind in operands]
         self.results = [(name, kind.strip("?"), "?" in kind) for name, kind in results]
@@ -154,6 +162,11 @@ class _Linear(Kernel):
         """For a chunk of tokens: sums by name, and the tokens' values by name."""
         raise NotImplementedError
 
+    def at_once(self, how, x, w, spec: Spec) -> bool:
+        """Whether `chunk` takes all tokens [tokens, width] and writes no logits."""
+        del how, x, w, spec
+        return False
+
     def _run(self, how: str | None, shards: dict[str, tuple[str, ...]], operands, spec: Spec) -> list[jax.Array]:
         """In one device's program; shards: see `partitioned`. how: see `kernels._Kernel.call`."""
         named, (there, results) = self._named(operands, spec), self._there(spec)
@@ -183,7 +196,9 @@ class _Linear(Kernel):
         for name, kind in there.items():  # products are x's dtype's
             if kind == "w":
                 shared[name] = shared[name].astype(x.dtype)
-        if spec.padded and not over and isinstance(columns, int) and columns % COLUMN_STEP:
+        if self.at_once(how, flat["x"], shared["w"], spec):
+            sizes = tokens, tokens
+        elif spec.padded and not over and isinstance(columns, int) and columns % COLUMN_STEP:
             shared |= _padded(shared, columns, spec)
             labels = kernels.from_first(flat["labels"], columns)
             flat["labels"] = jnp.where((labels >= 0) & (labels < columns), labels, kernels.NO_LABEL)
@@ -217,7 +232,8 @@ class _Linear(Kernel):
         return out
 
     def _lower(self, platform: str, *operands, spec: Spec):
-        return super()._lower(platform, *operands, spec=spec._replace(padded=self.pads and platform in PADDED_ON))
+        spec = spec._replace(padded=self.pads and platform in PADDED_ON, on_gpu=platform == "cuda")
+        return super()._lower(platform, *operands, spec=spec)
 
     def plain(self, *operands, spec: Spec) -> list[jax.Array]:
         return self._run(None, {}, operands, spec)
@@ -347,10 +363,59 @@ class _Chunk:
 
 
 class _Forward(_Linear):
-    """A product and the forward kernel a chunk."""
+    """On a Hopper GPU one kernel, which reduces the product's tiles; else a product and the forward kernel a chunk."""
+
+    def at_once(self, how, x, w, spec):
+        return how == "call_target" and spec.on_gpu and self._why_in_chunks(x, w, spec) is None
+
+    def _why_in_chunks(self, x, w, spec) -> str | None:
+        tokens, width = x.shape
+        columns = w.shape[0 if spec.transposed else 1]
+        if not all(isinstance(size, int) for size in (tokens, width, columns)):
+            return "the shape is symbolic"
+        if why := why_no_handler(self.name, "cuda") or local_device().why_not_hopper():
+            return why
+        if x.dtype.itemsize != 2 or has_algorithm(spec.precision):
+            return "the operands are not 16-bit floats, or their arithmetic is chosen"
+        if width % 8 or (columns % 8 and not spec.transposed):
+            return "rows that are not aligned to 16 bytes"
+        if tokens < LEAST_TOKENS_AT_ONCE:
+            return f"fewer than {LEAST_TOKENS_AT_ONCE} tokens"
+        if max(tokens, width, columns) > choices.MAX_MATRIX_SIZE:
+            return "a size beyond the 31 bits in which Hopper's kernel counts"
+        return None
 
     def chunk(self, how, over, named, spec):
-        return {}, _values(_Chunk(how, over, named, spec).forward(spec.results))
+        if not self.at_once(how, named["x"], named["w"], spec):
+            return {}, _values(_Chunk(how, over, named, spec).forward(spec.results))
+        x, w, labels, bias = (named[name] for name in ("x", "w", "labels", "bias"))
+        columns = w.shape[0 if spec.transposed else 1]
+        parts = kernels.Parts(labels, columns, over) if over else None
+        labels = parts.labels if parts else labels
+        tile, tokens, wanted = choices.LINEAR_LOSS_TILE, x.shape[0], "sum" in spec.results
+        token = ShapedArray((tokens,), np.dtype(np.float32))
+        summaries = token.update(shape=(3 if wanted else 2, -(-columns // tile.columns), tokens))
+        *values, _ = self.ffi_call(
+            [token] * (4 if wanted else 3) + [summaries],
+            *(x, w, labels.reshape(tokens), *([] if bias is None else [bias.astype(x.dtype)])),
+            transposed=spec.transposed,
+            has_bias=bias is not None,
+            has_sum=wanted,
+            cap=np.float64(spec.cap),
+            band=np.int32(choices.band(choices.Product(tokens, columns, x.shape[1], "16bit"), tile)),
+        )
+        values = [value.reshape(tokens, 1) for value in values] + [None] * (not wanted)
+        return {}, _values(parts.join(*values) if parts else values)
+
+    def is_chosen(self, *_, **__) -> bool:
+        return True
+
+    def explain(self, x, w, *_, spec) -> str:
+        x = ShapedArray((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+        if why := self._why_in_chunks(x, w, spec):
+            return f"on a GPU a product and a pass over its logits for each chunk of tokens: {why}"
+        tile = choices.LINEAR_LOSS_TILE
+        return f"on a GPU wgmma: the product's tiles, {tile.rows}x{tile.columns}, are reduced in registers"
 
     def jvp(self, primals, tangents, *, spec):
         out = self.bind(*primals, spec=spec)
@@ -444,7 +509,12 @@ class _Both(_Linear):
 
 _OPERANDS = "x:x w:w labels:token bias:bias?"
 _GRADIENTS = "dx:x? dw:w? dbias:bias?"
-_forward = _Forward("linear_cross_entropy_fwd", f"{_OPERANDS} -> origin:token total:token picked:token sum:token?")
+_forward = _Forward(
+    "linear_cross_entropy_fwd",
+    f"{_OPERANDS} -> origin:token total:token picked:token sum:token?",
+    target=True,
+    plain_on=("cpu",),
+)
 _tangent = _Tangent(
     "linear_cross_entropy_jvp",
     f"{_OPERANDS} origin:token {_GRADIENTS} -> dtotal:token dpicked:token dsum:token?",
@@ -519,8 +589,9 @@ def linear_cross_entropy(
     there: three products, the fewest possible. The backward pass only multiplies them by the cotangent. Without a
     reduction, the tokens' cotangents are known only in the backward pass, which then computes each chunk's logits
     again: four products. So let this function reduce. Under :func:`jax.checkpoint` the forward pass computes no
-    gradients, and the backward pass repeats the product. The gradient of `w` is summed over the chunks in f32, in their
-    order, so its bits do not change from run to run.
+    gradients, and the backward pass repeats the product. Where only the losses are wanted, a Hopper GPU takes all
+    tokens of 16-bit operands at once, in a product that keeps its logits in registers. The gradient of `w` is summed
+    over the chunks in f32, in their order, so its bits do not change from run to run.
 
     Args:
       x: hidden states [..., width]; float64, float32, float16 or bfloat16.

@@ -32,8 +32,8 @@ def _moving_exponentials(rows, x, scale, bias, where, max, dx, dscale, dbias, **
     """exp(z - max), with max(z) for None, dz and the mask."""
     z, mask = _logits.plain_logits(rows, x, scale, bias, where, **causal)
     max = jax.lax.stop_gradient(rows.max(z)) if max is None else max
-    # Where a logit is -inf, x may be anything.
-    dz = _logits.logits_tangent(jnp.where(jnp.isneginf(z), 0, x), x.shape, scale, dx, dscale, dbias)
+    # An infinite x hides its entry, whatever the scale.
+    dz = _logits.logits_tangent(jnp.where(jnp.isfinite(x), x, 0), x.shape, scale, dx, dscale, dbias)
     return _logits.plain_exponentials(z, max, mask), _logits.visible(mask, dz), mask
 
 

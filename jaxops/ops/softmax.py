@@ -31,11 +31,11 @@ def _tangent(kernels, rows, y, x, scale, bias, where, dx, dscale, dbias, **param
     """The backward kernel: dy = y (dz - <y, dz>) is symmetric."""
     del bias, where
     if dscale is dbias is None:
-        dz = dx
-    else:
-        x = None if x is None else jnp.where(y == 0, 0, x)
-        dz, scale = _logits.logits_tangent(x, y.shape, scale, dx, dscale, dbias), None
-    return kernels.backward(y, scale, None, None, dz.astype(y.dtype), axes=rows.axes, **params)[:1]
+        return kernels.backward(y, scale, None, None, dx.astype(y.dtype), axes=rows.axes, **params)[:1]
+    # In plain JAX, which does not round dz to y's dtype: in float16, x dscale may be infinite.
+    x = None if x is None else jnp.where(y == 0, 0, x)
+    dz = _logits.logits_tangent(x, y.shape, scale, dx, dscale, dbias)
+    return _plain_backward(rows, y, None, None, None, dz, **params)
 
 
 _KERNELS = _logits.Kernels("softmax", _plain_forward, _plain_backward, _tangent)

@@ -15,8 +15,16 @@ import jaxops
 from jaxops import _cpu, _kernel, _warnings
 from jaxops.ops._cross_entropy import forward_backward
 
-#: The kernels whose CPU half is XLA's own.
-LEFT_TO_XLA_ON_CPU = {"matmul", "epilogue_bwd", "gated_matmul", "gated_matmul_bwd", "attention_fwd", "attention_bwd"}
+#: The kernels without a handler on the CPU, where XLA's own operations or other kernels run.
+LEFT_TO_XLA_ON_CPU = {
+    "matmul",
+    "epilogue_bwd",
+    "gated_matmul",
+    "gated_matmul_bwd",
+    "attention_fwd",
+    "attention_bwd",
+    "linear_cross_entropy_fwd",
+}
 
 
 @pytest.fixture
@@ -70,7 +78,9 @@ def calls(x):
         wide = x.astype(jnp.bfloat16)
         w = jnp.tile(wide.T, (1, 8))
         found += jnp.sum(jaxops.gated_mlp(wide, w, w, w.T).astype(x.dtype))
-        return found + jnp.sum(jaxops.softmax_cross_entropy_with_integer_labels(x, np.zeros(len(x), int)))
+        labels = np.zeros(len(x), int)
+        found += jnp.sum(jaxops.linear_cross_entropy(wide, w, labels))
+        return found + jnp.sum(jaxops.softmax_cross_entropy_with_integer_labels(x, labels))
 
     ones = jnp.ones((len(x), 1))
     both = forward_backward(

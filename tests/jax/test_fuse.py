@@ -22,6 +22,8 @@ from jaxops._fuse._graph import Graph
 
 QUICK = fuse_mutations.QUICK
 
+pytestmark = pytest.mark.usefixtures("full_precision")
+
 
 def operands(rng, shapes, dtype="float32"):
     return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
@@ -46,7 +48,6 @@ def assert_alike(f, fused, args, rng, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1, np.abs(b).max(initial=0)))
 
 
-@pytest.mark.usefixtures("full_precision")
 @pytest.mark.parametrize("name", fuse_cases.SPELLINGS)
 def test_finds_spellings(name, rng):
     """Each is found; value and gradients are those of the original in float64, along random directions."""
@@ -171,7 +172,6 @@ INNER = {
 }
 
 
-@pytest.mark.usefixtures("full_precision")
 @pytest.mark.parametrize("name", INNER)
 def test_inner_programs(name, rng):
     reports = []

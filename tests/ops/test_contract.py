@@ -55,6 +55,13 @@ def test_nested_vmap(op, rng):
 
 
 @every_op
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("shape", ((4, 64), (65, 1024), (1, 40960), (3, 5, 128)), ids=str)
+def test_slices_of_vectors(op, shape, dtype, rng):
+    contract.check_slices(op, rng, shape, dtype)
+
+
+@every_op
 def test_zero_size(op, rng):
     calls = [contract.draw(op, rng, shape, "float32") for shape in ((0, 5), (3, 0), (0, 0), (2, 0, 4))]
 

@@ -51,6 +51,55 @@ REGRESSIONS = {
         (("a", (3, 64), "float16"), ("b", (64, 5), "float16"), ("lhs_scale", (), "float32")),
         values=("forty",),
     ),
+    # The scale's tangent was left out where the bias, not x, hides an entry.
+    "log_softmax's tangent of a scale where the bias hides": Case(
+        "log_softmax",
+        (("x", (5, 8), "bfloat16"), ("scale", (), "float16"), ("bias", (1, 8), "float16")),
+        options=(("axis", -1),),
+        values=("hidden",),
+        derivative="jvp",
+    ),
+    # The logits' tangent was rounded to float16 and overflowed.
+    "softmax's tangent of a scale, in float16": Case(
+        "softmax",
+        (("x", (1,), "float16"), ("scale", (), "float16")),
+        options=(("axis", None),),
+        values=("huge",),
+        derivative="jvp",
+        mapped=(("x", 0), ("scale", 0)),
+        layout="transposed",
+        seed=1382,
+    ),
+    # The terms of an entry that does not count overflowed, times 0.
+    "layer_norm's gradient beside huge values that do not count": Case(
+        "layer_norm",
+        (
+            ("x", (129, 2), "bfloat16"),
+            ("bias", (2,), "float32"),
+            ("where", (1, 2), "bool"),
+            ("residual", (129, 2), "bfloat16"),
+        ),
+        options=(("axis", -1), ("epsilon", 1e-6)),
+        values=("huge",),
+        derivative="vjp",
+        layout="Fortran",
+        seed=488,
+    ),
+    # On GPUs, slices were refused that begin between multiples of 16 bytes.
+    **{
+        f"{op} of a slice of a vector": Case(
+            op, (("x", (4096,), "float32"),), (("axis", -1), *options), layout="behind", derivative="vjp"
+        )
+        for op, options in (("softmax", ()), ("layer_norm", (("epsilon", 1e-6),)))
+    },
+    # On GPUs, XLA multiplied few 8-bit numbers as float16.
+    "few 8-bit products beyond float16": Case(
+        "matmul",
+        (("a", (2, 2), "float8_e5m2"), ("b", (1, 2, 17), "float8_e5m2")),
+        options=(("preferred_element_type", "float32"),),
+        values=("wide",),
+        seed=264,
+    ),
     # XLA:CPU had no dot for it.
     "bf16 times a batch of one": Case(
         "matmul", (("a", (6, 31), "bfloat16"), ("b", (1, 31, 3), "bfloat16")), layout="transposed", derivative="vjp"

@@ -19,6 +19,8 @@ from jaxops.ops.linear_cross_entropy import CHUNK_BYTES, CHUNK_TOKENS, TOKEN_STE
 loss = jaxops.linear_cross_entropy
 TOKENS, WIDTH, COLUMNS = 37, 8, 52
 
+hopper = pytest.mark.gpu("9.0")
+
 
 def draw(rng, dtype="float32", scale=1.0):
     """x, w, bias, weights, labels."""
@@ -208,6 +210,91 @@ def test_symbolic_sizes(sizes, rng):
     x, w = (rng.standard_normal(shape).astype("bfloat16") for shape in ((64, 16), (16, 100)))
     for got, wanted in zip(exported.call(x, w), step(x, w), strict=True):
         np.testing.assert_allclose(got.astype(np.float32), wanted.astype(np.float32), rtol=0.02, atol=1e-4)
+
+
+#: (tokens, width, columns, transposed): whole tiles, parts of tiles, and vocabularies that no row of w is aligned to.
+ONE_KERNEL = [
+    (128, 64, 192, False),
+    (256, 256, 1920, True),
+    (300, 72, 1000, False),
+    (137, 8, 56, False),
+    (1000, 136, 4099, True),
+    (513, 320, 3, True),
+]
+
+
+def _calls_one_kernel(function, *operands) -> bool:
+    return "jaxops.linear_cross_entropy_fwd" in jax.jit(function).lower(*operands).as_text()
+
+
+@hopper
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("tokens, width, columns, transposed", ONE_KERNEL)
+def test_forward_in_one_kernel(tokens, width, columns, transposed, dtype, rng):
+    """Every option. The logits are those of the plain form, whose product adds in another order and then rounds."""
+    x = jnp.asarray(rng.standard_normal((tokens, width)), dtype)
+    w = jnp.asarray(rng.standard_normal((columns, width) if transposed else (width, columns)) / width**0.5, dtype)
+    bias = jnp.asarray(rng.standard_normal(columns), dtype)
+    labels = rng.integers(0, columns, tokens).astype(np.int32)
+    labels[:4] = 0, columns - 1, -1, -columns
+    arrays = [np.asarray(a, np.float64) for a in (x, w.T if transposed else w, bias)]
+    for options in ({}, *OPTIONS.values()):
+        for b in (None, bias):
+
+            def function(x, w, b, options=options):
+                options = {k: v for k, v in options.items() if k != "ignore_index"}
+                return loss(x, w, jnp.asarray(labels), bias=b, transposed=transposed, return_logsumexp=True, **options)
+
+            assert _calls_one_kernel(function, x, w, b)
+            got = jax.jit(function)(x, w, b)
+            z = arrays[0] @ arrays[1]
+            z = z if b is None else z + arrays[2]
+            cap = options.get("logits_soft_cap")
+            z = z if cap is None else cap * np.tanh(z / cap)
+            lse = np.log(np.sum(np.exp(z), -1))
+            rounding = float(jnp.finfo(dtype).eps) * np.abs(z).max()
+            np.testing.assert_allclose(got[1], lse, rtol=0, atol=rounding)
+            picked = z[np.arange(tokens), labels]
+            smoothing, z_loss = options.get("label_smoothing", 0), options.get("z_loss", 0)
+            wanted = lse - (1 - smoothing) * picked - smoothing * z.mean(-1) + z_loss * lse**2
+            np.testing.assert_allclose(got[0], wanted, rtol=0, atol=2 * rounding * (1 + 2 * z_loss * np.abs(lse).max()))
+
+
+@hopper
+@pytest.mark.cuda
+def test_one_kernel_with_labels_out_of_range_and_other_numbers(rng):
+    """NaN for labels that no column has. Infinite and NaN logits are the plain form's; runs are equal to the bit."""
+    x = rng.standard_normal((256, 64)).astype(np.float32)
+    x[1], x[2, 3], x[3] = 1e4, np.nan, np.inf
+    w = rng.standard_normal((64, 600)).astype(np.float32)
+    bias = np.where(rng.random(600) < 0.5, -np.inf, 0).astype(np.float32)
+    labels = rng.integers(0, 600, 256).astype(np.int32)
+    labels[4:8] = 600, -601, 2**31 - 1, -(2**31)
+    x, w, bias = (jnp.asarray(a, jnp.bfloat16) for a in (x, w, bias))
+    labels = jnp.asarray(labels)  # NumPy's would be refused
+    for b in (None, bias):
+        one = jax.jit(lambda x, w, b: loss(x, w, labels, bias=b, return_logsumexp=True))
+        plain = jax.jit(lambda x, w, b: loss(x[:100], w, labels[:100], bias=b, return_logsumexp=True))
+        assert _calls_one_kernel(one, x, w, b) and not _calls_one_kernel(plain, x, w, b)
+        for got, wanted in zip(one(x, w, b), plain(x, w, b), strict=True):
+            np.testing.assert_allclose(got[:100], wanted, rtol=0.02, atol=0.1)
+            assert np.isfinite(np.asarray(got[8:])).all() or b is not None
+        assert np.isnan(np.asarray(one(x, w, b)[0])[4:8]).all()
+        first = one(x, w, b)
+        for _ in range(5):
+            jax.tree.map(np.testing.assert_array_equal, one(x, w, b), first)
+
+
+@hopper
+@pytest.mark.cuda
+def test_one_kernel_takes_slices(rng):
+    """That begin between multiples of 16 bytes: the general kernel."""
+    x, w = (jnp.asarray(rng.standard_normal(shape) / 8, jnp.bfloat16) for shape in ((256 * 64 + 1,), (64 * 384 + 1,)))
+    labels = rng.integers(0, 384, 256).astype(np.int32)
+    cut = lambda x, w: (x[1:].reshape(256, 64), w[1:].reshape(64, 384))  # noqa: E731
+    got = jax.jit(lambda x, w: loss(*cut(x, w), labels))(x, w)
+    np.testing.assert_allclose(got, loss(*(jnp.array(a) for a in cut(x, w)), labels), rtol=1e-3, atol=1e-3)
 
 
 def compiled(function, *shapes):

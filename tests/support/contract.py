@@ -84,6 +84,29 @@ def check_jit(case: OpCase, rng, shape):
     np.testing.assert_array_equal(case.ours(*operands), jax.jit(case.ours)(*operands))
 
 
+def check_slices(case: OpCase, rng, shape, dtype):
+    """Operands and results that begin anywhere in a vector, as `ravel_pytree` makes them; XLA may not copy them."""
+    operands, cotangent = draw(case, rng, shape, dtype)
+    given = [*operands, jnp.asarray(cotangent)]
+
+    @jax.jit
+    def sliced(vectors):
+        whole = [v[1:].reshape(x.shape) for v, x in zip(vectors, given, strict=True)]
+        found = value_and_gradients(case.ours, whole[:-1], whole[-1])
+        return [jnp.full(x.size + 1, 7, x.dtype).at[1:].set(x.ravel()) for x in found]
+
+    results = sliced([jnp.concatenate([jnp.full(1, 7, x.dtype), x.ravel()]) for x in given])
+    for got, wanted in zip(results, value_and_gradients(case.ours, operands, given[-1]), strict=True):
+        assert got[0] == 7
+        rounding = {4: 64, 2: 4}[wanted.dtype.itemsize] * float(jnp.finfo(wanted.dtype).eps)
+        np.testing.assert_allclose(
+            np.asarray(got[1:], np.float64),
+            np.asarray(wanted, np.float64).ravel(),
+            rtol=0,
+            atol=rounding * float(jnp.max(jnp.abs(wanted))),
+        )
+
+
 def check_vmap(case: OpCase, rng, shape, ways):
     """vmap equals a loop, for values and gradients; one launch.
 

@@ -258,6 +258,34 @@ def gated_calls() -> Iterator[frames.Call]:
         yield gated_backward_call(code, size)
 
 
+def linear_call(
+    code: int, transposed: bool, has: Sequence[str] = (), size: tuple[int, int, int] = (300, 1000, 200)
+) -> frames.Call:
+    """A call of the linear cross entropy's forward pass on [tokens, columns, width]. has: "bias", "cap", "sum"."""
+    (m, n, k), f32 = size, 11
+    row = frames.Operand((m,), f32)
+    operands = [frames.Operand((m, k), code), frames.Operand((n, k) if transposed else (k, n), code)]
+    operands += [frames.Operand((m,), 4), *([frames.Operand((n,), code)] if "bias" in has else [])]
+    tiles = -(-n // choices.LINEAR_LOSS_TILE.columns)
+    summaries = frames.Operand((3 if "sum" in has else 2, tiles, m), f32)
+    attributes = {
+        "transposed": np.bool_(transposed),
+        "has_bias": np.bool_("bias" in has),
+        "has_sum": np.bool_("sum" in has),
+        "cap": np.float64(5 if "cap" in has else 0),
+        "band": np.int32(2),
+    }
+    results = [row] * (4 if "sum" in has else 3)
+    return frames.Call("linear_cross_entropy_fwd", tuple(operands), (*results, summaries), attributes)
+
+
+def linear_calls() -> Iterator[frames.Call]:
+    """On Hopper's kernel, and with sizes that only the general one takes."""
+    for code, transposed, has in itertools.product((16, 10), (False, True), ((), ("bias", "cap", "sum"))):
+        for size in ((300, 1000, 200), (257, 1001, 203)):
+            yield linear_call(code, transposed, has, size)
+
+
 # --- calls that XLA never sends ---
 
 

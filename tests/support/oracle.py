@@ -277,7 +277,8 @@ class Norm(_Oracle):
             noisy = self._sum(size * self.noise) / count
             through = normal * product
             terms = size + np.abs(normal) * sizes[0]
-            noise = eps(self.acc) * terms + self.noise * np.abs(product) + np.abs(normal) * noisy
+            # To second order: equal values differ from their mean by its rounding, which a small epsilon magnifies.
+            noise = eps(self.acc) * terms + self.noise * np.abs(product) + (np.abs(normal) + self.noise) * noisy
             if self.op == "layer_norm":
                 through, noise = through + total, noise + eps(self.acc) * sizes[1]
             dx, noise = self.rstd * (g - np.where(self.counts, through, 0)), self.rstd * noise
@@ -311,7 +312,7 @@ class Norm(_Oracle):
             noise = (
                 eps(self.acc) * terms
                 + self.noise * np.abs(product)
-                + np.abs(self.normal) * (self._mean(self.noise * size))
+                + (np.abs(self.normal) + self.noise) * self._mean(self.noise * size)
             )
             through = self._mean(np.abs(self.normal) * rounded)
             noise = noise + rounded + self._mean(rounded) + np.abs(self.normal) * through
@@ -390,7 +391,9 @@ class Matmul(_Oracle):
 
     def value(self) -> tuple[Wanted, ...]:
         noise = self.z_noise * (np.abs(self.slope) + self.curvature)
-        if self.activation not in (None, "relu"):
+        if self.activation == "relu":  # whose kink may lie within the noise
+            noise = np.where(self.z > -4 * self.z_noise, self.z_noise, 0)
+        elif self.activation is not None:
             noise = noise + 2 * eps(self.acc) * np.abs(self.z)
         return self._finish(self.f, noise + tiny(self.acc))
 

@@ -230,8 +230,8 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   if (dlse)
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dlse", *dlse, DataType::F32, {batches, heads, queries}));
   for (const AnyBuffer& buffer : {q, k, v, out, dout, *dq, *dk, *dv})
-    if (!IsAligned(buffer.untyped_data())) return Invalid(kHandler, "an operand or a result is not 16-byte aligned");
-  if (dbias && !IsAligned(dbias->untyped_data())) return Invalid(kHandler, "dbias is not 16-byte aligned");
+    JAXOPS_RETURN_IF_ERROR(attention::CheckStart(kHandler, buffer.untyped_data()));
+  if (dbias) JAXOPS_RETURN_IF_ERROR(attention::CheckStart(kHandler, dbias->untyped_data()));
   if (CompiledCapability() != kHopper)
     return Error(ffi::ErrorCode::kUnimplemented, "attention_bwd: this GPU has no wgmma");
   if (dbias) {

@@ -105,6 +105,14 @@ Error ParseParts(const char* handler, BufferReader<Buffers>* buffers, const Opti
   return Error::Success();
 }
 
+// The copy engine takes only memory that begins at a multiple of 16 bytes.
+inline Error CheckStart(const char* handler, const void* data) {
+  if (IsAligned(data)) return Error::Success();
+  return Invalid(handler,
+                 "an array begins between multiples of 16 bytes. XLA passed on a slice of a larger array; "
+                 "jax.lax.optimization_barrier(slice) makes it copy the slice");
+}
+
 // Reads a whole forward call; workspace: the caller checks its size.
 inline Error ParseForward(const char* handler, const AnyBuffer& q, const AnyBuffer& k, const AnyBuffer& v,
                           const ffi::RemainingArgs& rest, const AnyBuffer& out, const AnyBuffer& lse,
@@ -125,7 +133,7 @@ inline Error ParseForward(const char* handler, const AnyBuffer& q, const AnyBuff
   p.out = out.untyped_data();
   p.lse = Data<float>(lse);
   for (const void* data : {p.q, p.k, p.v, static_cast<const void*>(p.out)})
-    if (!IsAligned(data)) return Invalid(handler, "q, k, v or out is not 16-byte aligned");
+    JAXOPS_RETURN_IF_ERROR(CheckStart(handler, data));
   if (CompiledCapability() != kHopper)
     return Error(ffi::ErrorCode::kUnimplemented, std::string(handler) + ": this GPU has no wgmma");
   return Error::Success();

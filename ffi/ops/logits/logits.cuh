@@ -366,8 +366,6 @@ cudaError_t LaunchLogits(cudaStream_t stream, const LogitsCall& call) {
 template <template <Options, class> class Op, bool kMasksAlone>
 Error RunLogits(const char* handler, cudaStream_t stream, const LogitsCall& call, const AnyBuffer& first,
                 const AnyBuffer& second) {
-  JAXOPS_RETURN_IF_ERROR(rows::CheckAlignment(
-      handler, {call.x, call.scale, call.bias, call.where, call.max, call.total, call.dy, call.y, call.parts}));
   return VisitDtype(handler, first.element_type(), second.element_type(), [&]<class T> {
     if (!call.has_options()) return FromCuda(handler, LaunchLogits<Op, Options::kNone, T>(stream, call));
     if constexpr (kMasksAlone) {

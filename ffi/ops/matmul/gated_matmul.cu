@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "core/launch.cuh"
+#include "ops/matmul/block_product.cuh"
 #include "ops/matmul/gated.cuh"
 
 namespace jaxops {
@@ -15,47 +16,7 @@ bool Aligned(std::initializer_list<const void*> arrays, int64_t n, int64_t k) {
   return std::ranges::all_of(arrays, IsAligned) && n % 8 == 0 && k % 8 == 0 && k > 0 && CompiledCapability() == kHopper;
 }
 
-// Kernels for operands that the copy engine cannot take, such as a slice that begins between multiples of 16 bytes, and
-// for other GPUs, to which an exported program may come. A block computes kSide x kSide results, one per thread.
-constexpr int kSide = 16;
-inline int64_t CountBlocks(int64_t m, int64_t n) { return ((m + kSide - 1) / kSide) * ((n + kSide - 1) / kSide); }
-
-template <class T>
-__device__ float Element(const void* data, int64_t at, bool inside) {
-  return inside ? static_cast<float>(static_cast<const T*>(data)[at]) : 0.0f;
-}
-
-// Multiplies the block's rows in lhs [m, k] by each rhs, [k, n] or [n, k]: the thread's sums, at row and column.
-template <class T, bool kTransposed, int kProducts>
-__device__ void MultiplyInBlock(const void* lhs, const void* const (&rhs)[kProducts], int64_t m, int64_t n, int64_t k,
-                                int64_t* row, int64_t* column, float (&sums)[kProducts]) {
-  __shared__ float left[kSide][kSide + 1], right[kProducts][kSide][kSide + 1];
-  const int64_t across = (n + kSide - 1) / kSide;
-  const int i = threadIdx.x / kSide, j = threadIdx.x % kSide;
-  const int64_t first_row = blockIdx.x / across * kSide, first_column = blockIdx.x % across * kSide;
-  *row = first_row + i;
-  *column = first_column + j;
-  for (int64_t first = 0; first < k; first += kSide) {
-    left[i][j] = Element<T>(lhs, *row * k + first + j, *row < m && first + j < k);
-#pragma unroll
-    for (int product = 0; product < kProducts; ++product) {
-      if constexpr (kTransposed) {
-        right[product][j][i] =
-            Element<T>(rhs[product], (first_column + i) * k + first + j, first_column + i < n && first + j < k);
-      } else {
-        right[product][i][j] = Element<T>(rhs[product], (first + i) * n + *column, first + i < k && *column < n);
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int at = 0; at < kSide; ++at)
-#pragma unroll
-      for (int product = 0; product < kProducts; ++product)
-        sums[product] = fmaf(left[i][at], right[product][at][j], sums[product]);
-    __syncthreads();
-  }
-}
-
+// Kernels for operands that the copy engine cannot take, and for other GPUs (block_product.cuh).
 struct ForwardProblem {
   int64_t m, n, k;
   const void *x, *w_gate, *w_up;  // [m, k], [k, n], [k, n]
@@ -65,9 +26,9 @@ struct ForwardProblem {
 
 template <class T>
 __global__ void __launch_bounds__(kSide* kSide) GeneralForward(const ForwardProblem p) {
-  int64_t row, column;
+  const auto [row, column] = PlaceInBlocks(p.n);
   float sums[2] = {};
-  MultiplyInBlock<T, false>(p.x, {p.w_gate, p.w_up}, p.m, p.n, p.k, &row, &column, sums);
+  MultiplyInBlock<T, false>(p.x, {p.w_gate, p.w_up}, p.m, p.n, p.k, row, column, sums);
   if (row >= p.m || column >= p.n) return;
   const int64_t at = row * p.n + column;
   if (p.gate) {
@@ -111,9 +72,9 @@ struct BackwardProblem {
 
 template <class T>
 __global__ void __launch_bounds__(kSide* kSide) GeneralBackward(const BackwardProblem p) {
-  int64_t row, column;
+  const auto [row, column] = PlaceInBlocks(p.n);
   float sums[1] = {};
-  MultiplyInBlock<T, true>(p.dy, {p.w_down}, p.m, p.n, p.k, &row, &column, sums);
+  MultiplyInBlock<T, true>(p.dy, {p.w_down}, p.m, p.n, p.k, row, column, sums);
   if (row >= p.m || column >= p.n) return;
   const int64_t at = row * p.n + column;
   float gate[1] = {Element<T>(p.gate, at, true)}, dgate[1] = {sums[0] * Element<T>(p.up, at, true)};
