@@ -271,7 +271,7 @@ def epilogue_call(code: int, shape: tuple[int, int, int], dbias: bool) -> frames
 def attention_call(
     handler: str, code: int, depth: int, has: Sequence[str] = (), tokens: tuple[int, int] = (328, 392)
 ) -> frames.Call:
-    """An attention call. has: optional operands by name, with "segments", "dbias", "causal", "cap"."""
+    """An attention call. has: optional operands by name, with "segments", "dbias", "rounded", "causal", "cap"."""
     batch, (queries, keys), heads, groups, wide, int32 = 2, tokens, 4, 2, 11, 4
     of_query, of_key = (batch, queries, heads, depth), (batch, keys, groups, depth)
     lse = frames.Operand((batch, heads, queries), wide)
@@ -293,7 +293,8 @@ def attention_call(
     taken = [name for name in optional if name in has and (backward or name != "parts")]
     operands += [frames.Operand(*operand) for name in taken for operand in optional[name]]
     results = [query, key, key] if backward else [query, lse, *parts]
-    results += [frames.Operand((batch, heads, queries, keys), wide)] if "dbias" in has else []
+    dbias = frames.Operand((batch, heads, queries, keys), code if "rounded" in has else wide)
+    results += [dbias] if "dbias" in has else []
     lines = batch if "segments" in has else int("mask" in has)
     if backward:
         words = attention.backward_workspace(batch, heads, queries, keys, depth, lines)
@@ -322,6 +323,8 @@ def attention_calls() -> Iterator[frames.Call]:
         bias = ("bias", *(["dbias"] if handler == "attention_bwd" else []))
         for has in ((), ("causal", "mask"), ("segments", "sinks"), ("causal", "cap", *bias), ("key_value_lengths",)):
             yield attention_call(handler, code, depth, has)
+            if "dbias" in has:
+                yield attention_call(handler, code, depth, (*has, "rounded"))
         if handler == "attention_fwd":
             yield attention_call(handler, code, depth, ("key_value_lengths",), (3, 1000))  # few queries
             if depth == 64:

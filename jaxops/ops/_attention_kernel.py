@@ -85,7 +85,6 @@ class _AttentionKernel(Kernel):
         return dict(zip(wanted, out, strict=True))
 
     def abstract(self, *avals, names, wanted, call) -> list[ShapedArray]:
-        del call
         x = dict(zip(names, avals, strict=True))
         sizes = _sizes(x)
         for name, aval in x.items():
@@ -101,7 +100,8 @@ class _AttentionKernel(Kernel):
             of = name.removeprefix("d")
             shape = x[of].shape if of in x else tuple(sizes[axis] for axis in AXES[name])
             dtype = next(iter(x.values())).dtype  # the query's
-            return ShapedArray(shape, accumulator(dtype) if of in ("lse", "bias", *PARTS) else dtype)
+            wide = of in ("lse", *PARTS) or (of == "bias" and not call.rounds_bias)
+            return ShapedArray(shape, accumulator(dtype) if wide else dtype)
 
         return [result(name) for name in wanted]
 
@@ -142,12 +142,16 @@ class _AttentionKernel(Kernel):
             if call.positional:
                 x["query_offset"] = first.astype(np.int32)[None]
         x = {name: x[name] for name in _ORDER if name in x}
-        out = run(*x.values(), names=tuple(x), wanted=wanted, call=call)
-        found = []
-        for axes, value in zip(layout.results, out, strict=True):
-            over = [axis for name, split in shards.items() if name not in axes for axis in split]
-            found.append(lax.psum(value, over) if over else value)
-        return found
+        sums = [
+            [axis for name, split in shards.items() if name not in axes for axis in split] for axes in layout.results
+        ]
+        here = call
+        if call.rounds_bias and any(over for name, over in zip(wanted, sums, strict=True) if name == "dbias"):
+            here = call._replace(rounds_bias=False)  # sums are rounded once
+        out = run(*x.values(), names=tuple(x), wanted=wanted, call=here)
+        out = [lax.psum(value, over) if over else value for value, over in zip(out, sums, strict=True)]
+        types = self.abstract(*operands, names=names, wanted=wanted, call=call)
+        return [value.astype(like.dtype) for value, like in zip(out, types, strict=True)]
 
     def _local_of_joint(self, run, shards, scatter, x, wanted, call) -> list[jax.Array]:
         """It does the same for a joint operand: from other devices it needs only keys and values."""
@@ -179,7 +183,8 @@ class _AttentionKernel(Kernel):
             _fold(value, mapped.get(name), AXES[name], into, size, sizes, spread=name in keep)
             for name, value in x.items()
         ]
-        out = self.bind(*moved, names=names, wanted=wanted, call=call)
+        wide = call._replace(rounds_bias=False)  # whose sums are rounded once
+        out = self.bind(*moved, names=names, wanted=wanted, call=wide)
         found, positions = [], []
         for name, value in zip(wanted, out, strict=True):
             position = [axis.removesuffix("?") for axis in AXES[name]].index(into)
@@ -187,6 +192,8 @@ class _AttentionKernel(Kernel):
             of = name.removeprefix("d")
             if name in ("dbias", "dsinks") and _without(x[of], mapped.get(of)).shape[0] == 1:
                 value = jnp.sum(value, position + 1, keepdims=True)
+            if name == "dbias" and call.rounds_bias:
+                value = value.astype(x["query" if "query" in x else "joint"].dtype)
             found.append(value)
             positions.append(position)
         return found, positions
@@ -251,8 +258,9 @@ class _AttentionKernel(Kernel):
         apart = self._takes_heads_apart(sizes)
 
         def for_handler(name, value):
-            if name == "dbias":
-                return ShapedArray(given["bias"].shape, value.dtype)
+            if name == "dbias":  # rounded, unless heads are summed after it
+                summed = value.shape[1:3] not in ((1, 1), (sizes["h"], sizes["g"]))
+                return ShapedArray(given["bias"].shape, np.dtype("float32") if summed else value.dtype)
             if apart and name in _APART:
                 batch, keys, heads, depth = value.shape
                 return ShapedArray((batch, keys, heads * sizes["g"], depth), np.dtype("float32"))
@@ -280,7 +288,7 @@ class _AttentionKernel(Kernel):
 
         def of_handler(name, value, result):
             if name == "dbias":
-                return _bias_gradient(value, result.shape, sizes)
+                return _bias_gradient(value, result.shape, sizes).astype(result.dtype)
             if apart and name in _APART:
                 batch, keys, heads, depth = result.shape
                 value = jnp.sum(value.reshape(batch, keys, heads, sizes["g"], depth), 3).astype(result.dtype)
@@ -457,6 +465,8 @@ class _Tangent(_AttentionKernel):
             found["dsinks"] = plain.sink_gradient(x).astype(undefined["dsinks"].dtype)
         if set(undefined) - {"dsinks"}:
             bias = ("dbias",) if "dbias" in undefined else ()
+            dtypes = {x[name].dtype for name in ("query", "joint", "bias") if name in x}
+            call = call._replace(rounds_bias=bool(bias) and dtypes == {undefined["dbias"].dtype})
             found |= _backward(call, x, (*(("djoint",) if "joint" in x else _GRADIENTS), *bias))
         if "dbias" in undefined:
             found["dbias"] = found["dbias"].astype(undefined["dbias"].dtype)

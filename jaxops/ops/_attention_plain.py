@@ -34,7 +34,8 @@ class Call(NamedTuple):
     window = (left, right), in which -1 is no limit.
 
     precision: the precision of f32 products. xla: the caller asked for XLA's operations. unseen_mean: a query that sees
-    no key gets the mean of all values, otherwise 0.
+    no key gets the mean of all values, otherwise 0. rounds_bias: the bias's gradient has query's dtype, otherwise the
+    accumulator's.
     """
 
     scale: float
@@ -44,6 +45,7 @@ class Call(NamedTuple):
     precision: Any = None
     xla: bool = False
     unseen_mean: bool = False
+    rounds_bias: bool = False
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
@@ -385,7 +387,9 @@ def backward(call: Call, x: Named, wants_bias: bool) -> list[jax.Array]:
         carry["dvalue"] = carry["dvalue"] + dmean[:, :, None] / tiles.keys
     names = {"dquery": "query", "dkey": "key", "dvalue": "value"}
     found = [heads_last(carry[name]).astype(x[of].dtype) for name, of in names.items()]
-    return [*found, carry["dbias"]] if wants_bias else found
+    if not wants_bias:
+        return found
+    return [*found, carry["dbias"].astype(x["query"].dtype) if call.rounds_bias else carry["dbias"]]
 
 
 def tangent(call: Call, x: Named) -> tuple[jax.Array, jax.Array]:

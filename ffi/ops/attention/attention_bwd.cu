@@ -24,7 +24,8 @@ struct BackwardOptions : attention::Options {
 struct Gradients {
   void *dq, *dk, *dv;
   bool apart;    // dk and dv are each query head's own, in f32, to be summed over the heads that share a key head
-  float* dbias;  // null unless it is wanted
+  void* dbias;   // null unless it is wanted
+  bool rounded;  // dbias has q's dtype, otherwise f32
 };
 
 // For the backward pass's kernels.
@@ -115,7 +116,7 @@ Error LaunchWideBackward(Device stream, const PreparationArguments& known, const
 }
 
 template <class T>
-Error LaunchBiasGradient(Device stream, const PreparationArguments& known, float* dbias) {
+Error LaunchBiasGradient(Device stream, const PreparationArguments& known, const Gradients& gradients) {
   using Tile = attention::BiasTile;
   const Problem& p = known.problem;
   attention::BiasArguments arguments = {};
@@ -127,7 +128,8 @@ Error LaunchBiasGradient(Device stream, const PreparationArguments& known, float
   arguments.fetched = attention::DescribeScores<T>(p, 64, &arguments.extra);
   arguments.problem = p;
   arguments.sums = known.sums;
-  arguments.dbias = dbias;
+  arguments.dbias = gradients.dbias;
+  arguments.rounded = gradients.rounded;
   arguments.batches = p.bias.batch_stride ? p.batches : 1;
   arguments.heads = p.bias.head_stride ? p.heads : 1;
   arguments.row_blocks = p.bias.query_stride ? static_cast<int>(CeilDiv(p.queries, Tile::kRows)) : 1;
@@ -152,7 +154,7 @@ Error BackwardOf(Device stream, const PreparationArguments& known, const Gradien
   JAXOPS_RETURN_IF_ERROR(LaunchPreparation<T>(stream, known));
   JAXOPS_RETURN_IF_ERROR(
       FromCuda(kHandler, attention::LaunchReach(stream, p, known.sums.reach, known.sums.block_size, KeysOfBlock(p))));
-  if (gradients.dbias) JAXOPS_RETURN_IF_ERROR(LaunchBiasGradient<T>(stream, known, gradients.dbias));
+  if (gradients.dbias) JAXOPS_RETURN_IF_ERROR(LaunchBiasGradient<T>(stream, known, gradients));
   const auto launch = [&]<bool kGeneral> {
     if (p.depth <= 64) return LaunchBackward<BackwardTile<T, 64, kGeneral>>(stream, known, gradients);
     if (p.depth <= 128) return LaunchBackward<BackwardTile<T, 128, kGeneral>>(stream, known, gradients);
@@ -234,9 +236,10 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   if (dbias) JAXOPS_RETURN_IF_ERROR(attention::CheckStart(kHandler, dbias->untyped_data()));
   if (CompiledCapability() != kHopper)
     return Error(ffi::ErrorCode::kUnimplemented, "attention_bwd: this GPU has no wgmma");
+  const bool rounded = dbias && dbias->element_type() == type;
   if (dbias) {
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(
-        kHandler, "dbias", *dbias, DataType::F32,
+        kHandler, "dbias", *dbias, rounded ? type : DataType::F32,
         {p.bias.batch_stride ? batches : 1, p.bias.head_stride ? heads : 1, p.bias.query_stride ? queries : 1, keys}));
   }
   JAXOPS_RETURN_IF_ERROR(DivideWorkspace(p, *workspace, &known.sums));
@@ -244,8 +247,12 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   known.dout = dout.untyped_data();
   known.lse = Data<float>(lse);
   known.dlse = dlse ? Data<float>(*dlse) : nullptr;
-  const Gradients gradients = {dq->untyped_data(), p.PartOf(dk->untyped_data(), 1), p.PartOf(dv->untyped_data(), 2),
-                               apart, dbias ? Data<float>(*dbias) : nullptr};
+  const Gradients gradients = {dq->untyped_data(),
+                               p.PartOf(dk->untyped_data(), 1),
+                               p.PartOf(dv->untyped_data(), 2),
+                               apart,
+                               dbias ? dbias->untyped_data() : nullptr,
+                               rounded};
   return attention::VisitType(kHandler, type, [&]<class T> {
     JAXOPS_RETURN_IF_ERROR(BackwardOf<T>(stream, known, gradients));
     if (!options.unseen_mean) return Error::Success();

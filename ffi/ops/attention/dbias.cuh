@@ -25,7 +25,8 @@ struct BiasArguments {
   Problem problem;
   BackwardSums sums;
   Fetched fetched;                 // as `extra`
-  float* dbias;                    // [batches or 1, heads or 1, queries or 1, keys]
+  void* dbias;                     // [batches or 1, heads or 1, queries or 1, keys]
+  bool rounded;                    // dbias has the operands' dtype, otherwise f32
   int batches, heads, row_blocks;  // the result's; 1 along summed axes
   int64_t tiles;
 };
@@ -57,9 +58,9 @@ __device__ void ForEachBiasTerm(const BiasArguments& arguments, int key_block, i
   }
 }
 
-// Sums over all rows of a tile, one for each key, to result. scratch: in shared memory, for each warp.
+// Calls store(key, sum) for the sums over all rows of a tile. scratch: in shared memory, for each warp.
 __device__ inline void StoreRowSum(const float (&sums)[BiasTile::kKeys / 2], float (*scratch)[BiasTile::kKeys],
-                                   float* result, int keys) {
+                                   int keys, const auto& store) {
   constexpr int kKeys = BiasTile::kKeys;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
 #pragma unroll
@@ -75,7 +76,7 @@ __device__ inline void StoreRowSum(const float (&sums)[BiasTile::kKeys / 2], flo
   if (const int at = threadIdx.x - kWarpgroup; at < min(kKeys, keys)) {
     float sum = 0;
     for (int other = 0; other < 8; ++other) sum += scratch[other][at];
-    result[at] = sum;
+    store(at, sum);
   }
   hopper::NamedSync(1, 2 * kWarpgroup);  // before the next tile's sums
 }
@@ -206,10 +207,17 @@ __global__ void __launch_bounds__(BiasTile::kThreads, 1)
       __syncwarp();
       bias_empty(buffer).ArriveForWarp(lane == 0);
     }
-    float* const result = arguments.dbias + int64_t{index / arguments.row_blocks} * (is_row ? 1 : p.queries) * p.keys;
+    const int64_t first = int64_t{index / arguments.row_blocks} * (is_row ? 1 : p.queries) * p.keys;
+    const auto store = [&](int64_t at, float sum) {
+      if (arguments.rounded) {
+        static_cast<T*>(arguments.dbias)[at] = static_cast<T>(sum);
+      } else {
+        static_cast<float*>(arguments.dbias)[at] = sum;
+      }
+    };
     if (is_row) {
       StoreRowSum(sums, reinterpret_cast<float (*)[kKeys]>(dynamic + (biases - SharedAddress(dynamic))),
-                  result + key_block * kKeys, p.keys - key_block * kKeys);
+                  p.keys - key_block * kKeys, [&](int at, float sum) { store(first + key_block * kKeys + at, sum); });
       return;
     }
     const int row = index % arguments.row_blocks * kRows + within;
@@ -217,12 +225,17 @@ __global__ void __launch_bounds__(BiasTile::kThreads, 1)
     for (int i = 0; i < kKeys / 4; ++i) {
       const int query = row + i % 2 * 8, at = key + i / 2 * 8;
       if (query >= p.queries || at >= p.keys) continue;
-      float* const two = result + int64_t{query} * p.keys + at;
+      const int64_t place = first + int64_t{query} * p.keys + at;
       if (p.keys % 2 == 0) {
-        *reinterpret_cast<float2*>(two) = {sums[2 * i], sums[2 * i + 1]};
+        if (arguments.rounded) {
+          const Pack<T, 2> two = ToPack<T, 2>([&](int j) { return sums[2 * i + j]; });
+          *reinterpret_cast<Pack<T, 2>*>(static_cast<T*>(arguments.dbias) + place) = two;
+        } else {
+          *reinterpret_cast<float2*>(static_cast<float*>(arguments.dbias) + place) = {sums[2 * i], sums[2 * i + 1]};
+        }
       } else {
-        two[0] = sums[2 * i];
-        if (at + 1 < p.keys) two[1] = sums[2 * i + 1];
+        store(place, sums[2 * i]);
+        if (at + 1 < p.keys) store(place + 1, sums[2 * i + 1]);
       }
     }
   });

@@ -508,7 +508,10 @@ int Place(Pass pass, int multiprocessors, PackedArguments* a) {
   const bool whole = a->columns % kPack == 0 && IsAligned(a->x);
   const int64_t packs = (a->columns + kPack - 1) / kPack + !whole, threads = (packs + kHeld - 1) / kHeld;
   const bool clusters = CompiledCapability() >= kHopper;
-  const auto few = [&](int most) { return 2 * a->parts <= most && a->rows * a->parts < 2 * multiprocessors; };
+  // The pass that does both is faster with two blocks per multiprocessor, the others with one: an H200 reads 64 rows of
+  // 32000 bf16 logits in 6.0 us in 4 parts, and in 9.2 us in 8.
+  const int enough = multiprocessors * (pass == Pass::kBoth ? 2 : 1);
+  const auto few = [&](int most) { return 2 * a->parts <= most && a->rows * a->parts < enough; };
   if (pass == Pass::kBoth && threads > kUsualThreads) {
     // Takes as few blocks as hold the row, with as many warps as hold a block's part.
     a->lane_bits = kMostBits;
