@@ -117,7 +117,7 @@ def _jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield item
 
 
-def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEqn, int | None, str]]:
+def _walk(jaxpr: Jaxpr, platform: str, times: int | None, scope: str) -> Iterator[tuple[JaxprEqn, int | None, str]]:
     """The equations without inner programs, how often they run, and the names around them.
 
     It leaves out equations whose results nothing uses.
@@ -127,13 +127,15 @@ def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEq
         name = equation.primitive.name
         stack = str(equation.source_info.name_stack)
         here = "/".join(part for part in (scope, stack) if part)
-        composite = COMPOSITES.get(name.removeprefix(_PREFIX))
+        own = name.removeprefix(_PREFIX)
+        composite, avals = COMPOSITES.get(own), [variable.aval for variable in equation.invars]
+        if own in KERNELS and KERNELS[own].is_composed(platform, *avals, **equation.params):
+            composite = KERNELS[own]
         if composite is not None:  # it was not transposed, so its composition runs
-            avals = (variable.aval for variable in equation.invars)
             inner = [jax.make_jaxpr(functools.partial(composite.composed, **equation.params))(*avals).jaxpr]
         else:
             inner = list(_jaxprs(equation))
-        if name.removeprefix(_PREFIX) in KERNELS or not inner:
+        if (own in KERNELS and composite is None) or not inner:
             yield equation, times, here
             continue
         if name == "scan":
@@ -141,7 +143,7 @@ def _walk(jaxpr: Jaxpr, times: int | None, scope: str) -> Iterator[tuple[JaxprEq
         else:
             times_inside = None if name == "while" else times
         for program in inner:
-            yield from _walk(program, times_inside, here)
+            yield from _walk(program, platform, times_inside, here)
 
 
 #: The note on a log_softmax if only gathers read its result.
@@ -219,7 +221,7 @@ def explain(function: Callable[..., Any], *args: Any, platform: str | None = Non
     jaxpr = jax.make_jaxpr(of_arrays)(*(leaves[i] for i in traced)).jaxpr
     # With the equations that _walk leaves out: a gradient's program does not use the loss.
     calls, products, gathered = [], 0, {*map(id, _gathered(jaxpr))}
-    for equation, times, scope in _walk(jaxpr, 1, ""):
+    for equation, times, scope in _walk(jaxpr, platform, 1, ""):
         name = equation.primitive.name
         products += name == "dot_general"
         name = name.removeprefix(_PREFIX)

@@ -243,6 +243,11 @@ class Kernel:
             warn(f"jax.checkpoint recomputes {self.name}: its policy would offload the result, which jaxops does not")
         return equation, equation, none, every, needed
 
+    def is_composed(self, platform: str, *operands: ShapedArray, **params: Any) -> bool:
+        """Whether `composed` runs on a platform, so that jaxops.explain lists the calls in it."""
+        del platform, operands, params
+        return False
+
     def flops(self, *operands: ShapedArray, **params: Any) -> int:
         """Multiplications and additions in a matrix product; 0 for other kernels."""
         del operands, params

@@ -50,7 +50,8 @@ def save_only_these_ops(*ops: str) -> Callable[..., bool]:
     """A policy that saves the named ops' results and nothing else.
 
     Args:
-      ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "cross_entropy", "matmul", "gated_matmul", "attention".
+      ops: "softmax", "log_softmax", "layer_norm", "rms_norm", "cross_entropy", "linear_cross_entropy", "matmul",
+        "gated_matmul", "attention".
 
     Returns:
       A policy. An op's results include the values that its backward pass saves, such as row statistics and

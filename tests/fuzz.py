@@ -23,11 +23,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from support import attention_cases, oracle
-from support.ops import CASES
-from support.ops import FUZZED as OPS
+from support import attention_cases, loss_cases, oracle
+from support.ops import CASES, FUZZED
 
 import jaxops
+
+#: Ops whose calls are separate programs: how a random call is drawn and checked.
+SEPARATE = {
+    "attention": (attention_cases.random_case, attention_cases.check),
+    "cross_entropy": (functools.partial(loss_cases.random_case, linear=False), loss_cases.check),
+    "linear_cross_entropy": (functools.partial(loss_cases.random_case, linear=True), loss_cases.check),
+}
+OPS = tuple(dict.fromkeys((*FUZZED, *SEPARATE)))
 
 FLOATS = ("float32", "bfloat16", "float16")
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
@@ -324,7 +331,7 @@ def _prepare(case: Case, values: str) -> _Prepared:
     first = case.operands[0][0]
     stored = arrays | {first: _LAYOUTS[case.layout][0](arrays[first])}
     # A boolean is its lowest bit. XLA agrees, except where it converts a mask to numbers, transposes it alone (to map
-    # it), or, on GPUs, selects in a reduction: there, every byte counts that is not 0. Tangents in plain JAX do so.
+    # it), or, on GPUs, selects in a reduction: there, every byte counts that is not 0. Tangents in plain JAX do this.
     counted = case.derivative == "jvp" or "where" in mapped
     if "where" in stored and case.seed % 2 and not counted:
         others = rng.integers(0, 128, stored["where"].shape, np.uint8) << 1
@@ -571,29 +578,28 @@ def batches(op: str, size: int = CALLS):
     return st.one_of(of(FLOATS), of(FLOATS), of((*FLOATS, "float64")))
 
 
-def _run_attention(count: int, seed: int, told) -> list[str]:
-    """Does the same for attention, whose calls are separate programs; `attention_cases` gives their operands."""
+def _run_separate(op: str, count: int, seed: int, told) -> list[str]:
+    """Does the same for ops whose calls are separate programs."""
+    draw, check = SEPARATE[op]
     for done in range(0, count, DRAWS):
         name = (seed, done)
-        rng = np.random.default_rng(name)
-        case = attention_cases.random_case(rng, FLOATS[done // DRAWS % len(FLOATS)])
+        rng, dtype = np.random.default_rng(name), FLOATS[done // DRAWS % len(FLOATS)]
+        case = draw(rng, dtype)
         try:
             with jax.default_matmul_precision("highest"):
-                attention_cases.check(case, rng, min(DRAWS, count - done))
+                check(case, rng, min(DRAWS, count - done))
         except AssertionError as error:
             shapes = {name: (x.shape, x.dtype.name) for name, x in case.arrays.items()}
-            return [
-                f"attention_cases.random_case(numpy.random.default_rng({name})): {shapes}, {case.options}",
-                str(error),
-            ]
+            rest = {name: value for name, value in vars(case).items() if name != "arrays"}
+            return [f"{op}, numpy.random.default_rng({name}), {dtype}: {shapes}, {rest}", str(error)]
         told(done + DRAWS)
     return []
 
 
 def run(op: str, count: int, seed: int, told=lambda done: None) -> list[str]:
     """Runs about `count` cases of an op, and calls `told` with the number done; the shrunk failures, if any."""
-    if op == "attention":
-        return _run_attention(count, seed, told)
+    if op in SEPARATE:
+        return _run_separate(op, count, seed, told)
     done, begun = 0, False
 
     @hypothesis.seed(seed)

@@ -72,6 +72,14 @@ inline Error CheckBuffer(const char* handler, const AnyBuffer& buffer) {
 // may hand over a slice of one, which begins anywhere.
 inline bool IsAligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
+// Refuses an array that vectors or the copy engine cannot take.
+inline Error CheckStart(const char* handler, const void* data) {
+  if (IsAligned(data)) return Error::Success();
+  return Invalid(handler,
+                 "an array begins between multiples of 16 bytes, because XLA made it a part of a larger array; "
+                 "jax.lax.optimization_barrier around it makes XLA copy it");
+}
+
 // No exception crosses the FFI: a standard-library exception (no memory) becomes an error status.
 template <auto kHandler>
 struct Guarded;

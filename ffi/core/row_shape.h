@@ -329,6 +329,7 @@ template <int kSlots>
 Error CheckParts(const char* handler, const RowShape<kSlots>& shape, DataType type, int values,
                  const AnyBuffer& workspace) {
   JAXOPS_RETURN_IF_ERROR(CheckType(handler, "the parts' workspace", workspace, type));
+  JAXOPS_RETURN_IF_ERROR(CheckStart(handler, workspace.untyped_data()));
   const auto dims = workspace.dimensions();
   if (dims.size() == 3 && dims[0] > 0 && dims[0] <= shape.columns.total && dims[1] == values &&
       dims[2] == shape.total_rows()) {

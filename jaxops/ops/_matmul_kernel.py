@@ -237,8 +237,10 @@ class _MatmulKernel(Kernel):
         precision = plain_precision(lhs.dtype, rhs.dtype, spec.precision)
         wide = sums or accumulator(lhs.dtype, spec.dtype)
         # jnp.matmul defines no promotion of different 8-bit floats. On GPUs, XLA multiplies the elements of small 8-bit
-        # matrices (fewer than 100 in both) as f16, where 448 * 448 is infinite.
-        small = jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize == 1 and lhs.size + rhs.size < 4096
+        # matrices as f16, where 448 * 448 is infinite: fewer than 100 in both, by jaxlib 0.11.2's default. For so few
+        # as here, conversions cost nothing.
+        sizes = [size for size in (lhs.size, rhs.size) if isinstance(size, int)]
+        small = jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize == 1 and sum(sizes) < 4096
         if lhs.dtype != rhs.dtype or small:
             lhs, rhs = (x.astype(accumulator(spec.dtype)) for x in (lhs, rhs))
         batch = jnp.broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2])

@@ -36,9 +36,12 @@ TOKEN_STEP = 256
 #: padding off again, around each product: for BERT's vocabulary of 30522 this took as long as half a product.
 PADDED_ON, COLUMN_STEP = ("cuda",), 8
 
-#: From so many tokens on, one kernel on Hopper's tensor cores multiplies and reduces the logits, if only the losses are
-#: wanted; fewer tokens leave most of its tiles empty.
+#: From so many tokens on, one kernel on Hopper's tensor cores multiplies and reduces the logits in a forward pass that
+#: computes no gradients. Fewer tokens leave most of its tiles empty.
 LEAST_TOKENS_AT_ONCE = 128
+
+
+_VALUES = ("origin", "total", "picked", "sum")
 
 
 class Spec(NamedTuple):
@@ -46,8 +49,9 @@ class Spec(NamedTuple):
 
     has: the optional operands that are given. results: the optional results that are wanted. transposed: w is
     [vocabulary, width]. tokens: a chunk's most tokens; None: as CHUNK_TOKENS and CHUNK_BYTES say. padded: logits have a
-    multiple of COLUMN_STEP columns. on_gpu: Hopper's kernel may run. A lowering decides both. rounded: the product that
-    is w's gradient is rounded to x's dtype, as nothing is added to it.
+    multiple of COLUMN_STEP columns. on_gpu: Hopper's kernel may run. The lowering sets both. columns: the vocabulary
+    before w's rows were padded, if that kernel runs; otherwise 0. rounded: the product that is w's gradient is rounded
+    to x's dtype, as nothing is added to it.
     """
 
     has: tuple[str, ...]
@@ -59,6 +63,7 @@ class Spec(NamedTuple):
     precision: Any
     padded: bool = False
     on_gpu: bool = False
+    columns: int = 0
     rounded: bool = False
 
 
@@ -163,7 +168,7 @@ class _Linear(Kernel):
         raise NotImplementedError
 
     def at_once(self, how, x, w, spec: Spec) -> bool:
-        """Whether `chunk` takes all tokens [tokens, width] and writes no logits."""
+        """Whether one kernel multiplies and reduces tokens x [tokens, width], without logits in memory."""
         del how, x, w, spec
         return False
 
@@ -197,7 +202,12 @@ class _Linear(Kernel):
             if kind == "w":
                 shared[name] = shared[name].astype(x.dtype)
         if self.at_once(how, flat["x"], shared["w"], spec):
-            sizes = tokens, tokens
+            spec = spec._replace(columns=columns)
+            # A chunk's summaries take no more memory than its logits would elsewhere.
+            most = CHUNK_BYTES // (4 * len(_VALUES) * -(-columns // choices.LINEAR_LOSS_TILE.columns))
+            sizes = _chunk_sizes(tokens, columns, x.dtype.itemsize, spec.tokens or max(TOKEN_STEP, most))
+            if columns % COLUMN_STEP and not spec.transposed:  # rows of whole 16 bytes
+                shared["w"] = jnp.pad(shared["w"], [(0, 0), (0, -columns % COLUMN_STEP)])
         elif spec.padded and not over and isinstance(columns, int) and columns % COLUMN_STEP:
             shared |= _padded(shared, columns, spec)
             labels = kernels.from_first(flat["labels"], columns)
@@ -315,9 +325,6 @@ def _gradients(dz, named, over, spec: Spec):
     return sums, rows
 
 
-_VALUES = ("origin", "total", "picked", "sum")
-
-
 def _values(values) -> dict[str, jax.Array]:
     return {name: x for name, x in zip(_VALUES, values, strict=True) if x is not None}
 
@@ -377,19 +384,20 @@ class _Forward(_Linear):
             return why
         if x.dtype.itemsize != 2 or has_algorithm(spec.precision):
             return "the operands are not 16-bit floats, or their arithmetic is chosen"
-        if width % 8 or (columns % 8 and not spec.transposed):
+        if width % COLUMN_STEP:
             return "rows that are not aligned to 16 bytes"
-        if tokens < LEAST_TOKENS_AT_ONCE:
+        if min(tokens, spec.tokens or tokens) < LEAST_TOKENS_AT_ONCE:
             return f"fewer than {LEAST_TOKENS_AT_ONCE} tokens"
         if max(tokens, width, columns) > choices.MAX_MATRIX_SIZE:
             return "a size beyond the 31 bits in which Hopper's kernel counts"
         return None
 
     def chunk(self, how, over, named, spec):
-        if not self.at_once(how, named["x"], named["w"], spec):
+        if not spec.columns:
             return {}, _values(_Chunk(how, over, named, spec).forward(spec.results))
         x, w, labels, bias = (named[name] for name in ("x", "w", "labels", "bias"))
-        columns = w.shape[0 if spec.transposed else 1]
+        columns = spec.columns
+        x, w = lax.optimization_barrier((x, w))  # XLA copies a slice, which the copy engine might not take
         parts = kernels.Parts(labels, columns, over) if over else None
         labels = parts.labels if parts else labels
         tile, tokens, wanted = choices.LINEAR_LOSS_TILE, x.shape[0], "sum" in spec.results
@@ -399,6 +407,7 @@ class _Forward(_Linear):
             [token] * (4 if wanted else 3) + [summaries],
             *(x, w, labels.reshape(tokens), *([] if bias is None else [bias.astype(x.dtype)])),
             transposed=spec.transposed,
+            columns=np.int64(columns),
             has_bias=bias is not None,
             has_sum=wanted,
             cap=np.float64(spec.cap),
@@ -410,10 +419,11 @@ class _Forward(_Linear):
     def is_chosen(self, *_, **__) -> bool:
         return True
 
-    def explain(self, x, w, *_, spec) -> str:
+    def is_composed(self, platform, x, w, *_, spec) -> bool:
         x = ShapedArray((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        if why := self._why_in_chunks(x, w, spec):
-            return f"on a GPU a product and a pass over its logits for each chunk of tokens: {why}"
+        return platform != "cuda" or self._why_in_chunks(x, w, spec) is not None
+
+    def explain(self, *_, **__) -> str:
         tile = choices.LINEAR_LOSS_TILE
         return f"on a GPU wgmma: the product's tiles, {tile.rows}x{tile.columns}, are reduced in registers"
 
@@ -589,9 +599,10 @@ def linear_cross_entropy(
     there: three products, the fewest possible. The backward pass only multiplies them by the cotangent. Without a
     reduction, the tokens' cotangents are known only in the backward pass, which then computes each chunk's logits
     again: four products. So let this function reduce. Under :func:`jax.checkpoint` the forward pass computes no
-    gradients, and the backward pass repeats the product. Where only the losses are wanted, a Hopper GPU takes all
-    tokens of 16-bit operands at once, in a product that keeps its logits in registers. The gradient of `w` is summed
-    over the chunks in f32, in their order, so its bits do not change from run to run.
+    gradients, and the backward pass repeats the product. The gradient of `w` is summed over the chunks in f32, in their
+    order, so its bits do not change from run to run. A forward pass that computes no gradients, as in evaluation, is
+    one kernel on a Hopper GPU, if 128 or more tokens have 16 bits and a width that is a multiple of 8: it reduces the
+    product's tiles in registers, and takes as many tokens at once as their tiles' summaries fit in 512 MiB.
 
     Args:
       x: hidden states [..., width]; float64, float32, float16 or bfloat16.

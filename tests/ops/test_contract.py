@@ -54,9 +54,17 @@ def test_nested_vmap(op, rng):
             np.testing.assert_allclose(got[i, j], op.ours(xs[:, j, :, i], *rest), rtol=1e-5, atol=1e-5)
 
 
+#: The CPU's handlers take every address, so that one shape is enough.
+SLICES = [
+    (shape, dtype)
+    for shape in ((4, 64), (65, 1024), (1, 40960), (3, 5, 128))
+    for dtype in ("float32", "bfloat16")
+    if (shape, dtype) == ((4, 64), "bfloat16") or jax.default_backend() == "gpu"
+]
+
+
 @every_op
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize("shape", ((4, 64), (65, 1024), (1, 40960), (3, 5, 128)), ids=str)
+@pytest.mark.parametrize("shape, dtype", SLICES, ids=str)
 def test_slices_of_vectors(op, shape, dtype, rng):
     contract.check_slices(op, rng, shape, dtype)
 

@@ -109,7 +109,7 @@ REGRESSIONS = {
 
 @pytest.mark.parametrize("op", fuzz.OPS)
 def test_random_calls(op):
-    assert fuzz.run(op, (3 if op == "attention" else fuzz.CALLS) * fuzz.DRAWS, seed=0) == []
+    assert fuzz.run(op, (3 if op in fuzz.SEPARATE else fuzz.CALLS) * fuzz.DRAWS, seed=0) == []
 
 
 @pytest.mark.parametrize("name", REGRESSIONS)
@@ -130,7 +130,15 @@ def test_wrong_attention_is_seen(name, monkeypatch):
     assert error.startswith(f"{name}:") and "ulp" in error
 
 
-@pytest.mark.parametrize("op", [op for op in fuzz.OPS if op != "attention"])
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+def test_wrong_losses_are_seen(op, monkeypatch):
+    right = fuzz.loss_cases.Case.ours
+    monkeypatch.setattr(fuzz.loss_cases.Case, "ours", lambda *arguments: 1.001 * right(*arguments))
+    (_, error) = fuzz.run(op, 1, seed=0)
+    assert "ulp" in error
+
+
+@pytest.mark.parametrize("op", [op for op in fuzz.OPS if op not in fuzz.SEPARATE])
 def test_wrong_results_are_seen(op, monkeypatch):
     """A result with one element off by a few units fails."""
     operands = (("a", (3, 4), "float32"), ("b", (4, 5), "float32"))

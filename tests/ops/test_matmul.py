@@ -812,6 +812,15 @@ def test_symbolic_sizes(rng):
     assert _matmul_kernel.kernel.choice(*types, spec=spec).kernel == "xla"
 
 
+def test_symbolic_sizes_of_8_bits():
+    (m,) = jax.export.symbolic_shape("m")
+    types = (jax.ShapeDtypeStruct((m, 16), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((16, 32), jnp.float8_e4m3fn))
+    run = jax.jit(functools.partial(jaxops.matmul, preferred_element_type=jnp.float32))
+    exported = jax.export.export(run, disabled_checks=jaxops.disabled_checks())(*types)
+    a, b = jnp.full((3, 16), 448, jnp.float8_e4m3fn), jnp.full((16, 32), 448, jnp.float8_e4m3fn)
+    assert (exported.call(a, b) == 16 * 448.0**2).all()
+
+
 def test_strict_promotion(rng):
     """Derivatives cast as they need to, where jax.numpy would refuse to promote."""
     a, b = normal(rng, (6, 8), "bfloat16"), normal(rng, (8, 5), "bfloat16")

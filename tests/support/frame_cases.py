@@ -270,6 +270,7 @@ def linear_call(
     summaries = frames.Operand((3 if "sum" in has else 2, tiles, m), f32)
     attributes = {
         "transposed": np.bool_(transposed),
+        "columns": np.int64(n),
         "has_bias": np.bool_("bias" in has),
         "has_sum": np.bool_("sum" in has),
         "cap": np.float64(5 if "cap" in has else 0),
@@ -321,6 +322,7 @@ def _wrong_values(name: str, value, rank: int) -> list:
         if name == "axes"
         else [],
         "query_axis": [np.int64(v) for v in (rank, 2**62)],
+        "columns": [np.int64(v) for v in (-1, int(value) + 1, 2**62)] if name == "columns" else [],
         "activation": int32(-1, 5, 2**31 - 1, -(2**31)),
         "triangle": int32(-1, 3, 2**31 - 1),
         "band": int32(0, -1, 65, 2**31 - 1),

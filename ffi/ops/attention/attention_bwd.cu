@@ -232,8 +232,8 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   if (dlse)
     JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dlse", *dlse, DataType::F32, {batches, heads, queries}));
   for (const AnyBuffer& buffer : {q, k, v, out, dout, *dq, *dk, *dv})
-    JAXOPS_RETURN_IF_ERROR(attention::CheckStart(kHandler, buffer.untyped_data()));
-  if (dbias) JAXOPS_RETURN_IF_ERROR(attention::CheckStart(kHandler, dbias->untyped_data()));
+    JAXOPS_RETURN_IF_ERROR(CheckStart(kHandler, buffer.untyped_data()));
+  if (dbias) JAXOPS_RETURN_IF_ERROR(CheckStart(kHandler, dbias->untyped_data()));
   if (CompiledCapability() != kHopper)
     return Error(ffi::ErrorCode::kUnimplemented, "attention_bwd: this GPU has no wgmma");
   const bool rounded = dbias && dbias->element_type() == type;

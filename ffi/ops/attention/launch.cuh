@@ -105,14 +105,6 @@ Error ParseParts(const char* handler, BufferReader<Buffers>* buffers, const Opti
   return Error::Success();
 }
 
-// The copy engine takes only memory that begins at a multiple of 16 bytes.
-inline Error CheckStart(const char* handler, const void* data) {
-  if (IsAligned(data)) return Error::Success();
-  return Invalid(handler,
-                 "an array begins between multiples of 16 bytes. XLA passed on a slice of a larger array; "
-                 "jax.lax.optimization_barrier(slice) makes it copy the slice");
-}
-
 // Reads a whole forward call; workspace: the caller checks its size.
 inline Error ParseForward(const char* handler, const AnyBuffer& q, const AnyBuffer& k, const AnyBuffer& v,
                           const ffi::RemainingArgs& rest, const AnyBuffer& out, const AnyBuffer& lse,

@@ -1,6 +1,7 @@
 // The linear cross entropy's forward pass: a product whose epilogue reduces each tile of logits to a summary for each
 // row (LogitSummaries), and a kernel that joins each row's summaries, in their order. Logits never reach memory.
-//   x [m, k], w [k, n] or [n, k], labels [m], [bias [n]] -> origin, total, picked, [sum] [m], summaries
+//   x [m, k], w [k, stride] or [n, k], labels [m], [bias [n]] -> origin, total, picked, [sum] [m], summaries
+// w's rows may be longer than n (`columns`), so that they are aligned.
 // The results are cross_entropy_fwd's (cross_entropy.h) for the logits x w + bias. Product and sum are rounded to the
 // operands' dtype, as they are where the backward pass computes them again. `summaries` is a workspace, f32 [values,
 // tiles, m]: for each tile of columns and each row the largest logit, the total at its level and, if wanted, the sum.
@@ -26,6 +27,7 @@ constexpr int kTileRows = 128, kTileColumns = 192;
 
 struct LinearProblem {
   int64_t m, n, k;
+  int64_t stride;            // from row to row in w [k, n]
   const void *x, *w, *bias;  // bias: or null
   const int32_t* labels;
   float *origin, *total, *picked, *sum;  // sum: or null
@@ -101,7 +103,7 @@ struct LogitSummaries {
       const int warp = threadIdx.x % hopper::kWarpgroup / 32, row = work.row + warp * 16 + threadIdx.x % 32 / 4;
 #pragma unroll 1
       // A loop, because code four times as long is slower: for 8192 x 768 x 50304, with a bare product of 0.96 ms, an
-      // H200 took 1.10 ms unrolled and 0.99 so.
+      // H200 took 1.10 ms unrolled and 0.99 in a loop.
       for (int i = 0; i < kRows; ++i) {
         float own[kPairs];
         matmul::SelectGroup<0, kRows>(pairs, i, own);
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(matmul::kSide* matmul::kSide) GeneralSummaries
   for (int first = 0; first < kTileColumns; first += kSide) {
     const int64_t column = tile * kTileColumns + first + threadIdx.x % kSide;
     float sums[1] = {};
-    matmul::MultiplyInBlock<T, kTransposed, 1>(p.x, {p.w}, p.m, p.n, p.k, row, column, sums);
+    matmul::MultiplyInBlock<T, kTransposed, 1>(p.x, {p.w}, p.m, kTransposed ? p.n : p.stride, p.k, row, column, sums);
     if (row >= p.m || column >= p.n) continue;
     float z = Round<T>(sums[0]);
     if (p.bias) z = Round<T>(z + static_cast<float>(static_cast<const T*>(p.bias)[column]));
@@ -238,7 +240,7 @@ __global__ void __launch_bounds__(kJoiningWarps * 32) JoinSummaries(const Linear
 template <class T, bool kTransposed>
 cudaError_t LaunchSummaries(cudaStream_t stream, const LinearProblem& p, int band) {
   using Pass = LogitSummaries<T, kTransposed>;
-  const bool fits = IsAligned(p.x) && IsAligned(p.w) && p.k > 0 && p.k % 8 == 0 && (kTransposed || p.n % 8 == 0);
+  const bool fits = IsAligned(p.x) && IsAligned(p.w) && p.k > 0 && p.k % 8 == 0 && (kTransposed || p.stride % 8 == 0);
   if (fits && CompiledCapability() == kHopper) {
     typename Pass::Arguments arguments = {};
     arguments.linear = p;
@@ -247,7 +249,7 @@ cudaError_t LaunchSummaries(cudaStream_t stream, const LinearProblem& p, int ban
     if (status == cudaSuccess) {
       status = kTransposed ? matmul::DescribeAlongDepth<T>(p.w, p.n, p.k, kTileColumns, &arguments.rhs,
                                                            &arguments.rhs_edge, &arguments.rhs_at_edge)
-                           : matmul::DescribeMatrix<T>(p.w, p.k, p.n, Pass::P::kDepth, &arguments.rhs);
+                           : matmul::DescribeMatrix<T>(p.w, p.k, p.stride, Pass::P::kDepth, &arguments.rhs);
     }
     if (status == cudaSuccess) status = matmul::LaunchPass<Pass>(stream, p.m, p.n, p.k, band, arguments);
     if (status != cudaErrorNotSupported) return status;
@@ -258,14 +260,16 @@ cudaError_t LaunchSummaries(cudaStream_t stream, const LinearProblem& p, int ban
 
 Error LinearForward(Device stream, AnyBuffer x, AnyBuffer w, AnyBuffer labels, ffi::RemainingArgs rest,
                     BufferResult origin, BufferResult total, BufferResult picked, ffi::RemainingRets more,
-                    bool transposed, bool has_bias, bool has_sum, double cap, int32_t band) {
+                    bool transposed, int64_t columns, bool has_bias, bool has_sum, double cap, int32_t band) {
   const auto size = [](const AnyBuffer& matrix, size_t axis) {
     return matrix.dimensions().size() == 2 ? matrix.dimensions()[axis] : 0;
   };
   LinearProblem p = {};
   p.m = size(x, 0);
-  p.n = size(w, transposed ? 0 : 1);
+  p.n = columns;
   p.k = size(x, 1);
+  p.stride = size(w, 1);
+  if (columns < 0 || columns > size(w, transposed ? 0 : 1)) return Invalid(kHandler, "w has fewer columns");
   std::optional<AnyBuffer> bias, sum, summaries;
   BufferReader<ffi::RemainingArgs> operands(kHandler, rest);
   if (has_bias) JAXOPS_RETURN_IF_ERROR(operands.Take(&bias));
@@ -283,7 +287,7 @@ Error LinearForward(Device stream, AnyBuffer x, AnyBuffer w, AnyBuffer labels, f
     return Invalid(kHandler, std::string(name) + " has shape " + Describe(buffer.dimensions()));
   };
   JAXOPS_RETURN_IF_ERROR(check("x", x, type, {p.m, p.k}));
-  JAXOPS_RETURN_IF_ERROR(check("w", w, type, transposed ? Sizes{p.n, p.k} : Sizes{p.k, p.n}));
+  JAXOPS_RETURN_IF_ERROR(check("w", w, type, transposed ? Sizes{p.n, p.k} : Sizes{p.k, p.stride}));
   JAXOPS_RETURN_IF_ERROR(check("labels", labels, DataType::S32, {p.m}));
   if (bias) JAXOPS_RETURN_IF_ERROR(check("bias", *bias, type, {p.n}));
   for (const auto& [name, buffer] :
@@ -332,6 +336,7 @@ JAXOPS_HANDLER(linear_cross_entropy_fwd, jaxops::LinearForward,
                    .Ret<jaxops::AnyBuffer>()
                    .RemainingRets()
                    .Attr<bool>("transposed")
+                   .Attr<int64_t>("columns")
                    .Attr<bool>("has_bias")
                    .Attr<bool>("has_sum")
                    .Attr<double>("cap")

@@ -1,4 +1,4 @@
-// Sums of exponentials over logits, and how they are joined.
+// Logits with a soft cap; sums of exponentials over logits, and how they are joined.
 #ifndef JAXOPS_OPS_CROSS_ENTROPY_SUMMARY_CUH_
 #define JAXOPS_OPS_CROSS_ENTROPY_SUMMARY_CUH_
 

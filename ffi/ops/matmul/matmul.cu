@@ -279,8 +279,8 @@ Error Matmul(Device stream, AnyBuffer lhs, AnyBuffer rhs, ffi::RemainingArgs res
                                               *out, results.preactivation ? &*results.preactivation : nullptr,
                                               lhs_transposed, rhs_transposed, activation, triangle, &problem));
   if (problem.m * problem.n * problem.batches == 0) return Error::Success();
-  if (!IsAligned(problem.out)) return Invalid(kHandler, "out is not 16-byte aligned");
-  if (!IsAligned(problem.preactivation)) return Invalid(kHandler, "preactivation is not 16-byte aligned");
+  JAXOPS_RETURN_IF_ERROR(CheckStart(kHandler, problem.out));
+  JAXOPS_RETURN_IF_ERROR(CheckStart(kHandler, problem.preactivation));
   if (problem.k > 0) {
     const int64_t depth_bytes = problem.k * static_cast<int64_t>(ffi::ByteWidth(lhs_type));
     const int64_t tile_bytes = hopper::kBoxRowBytes * (in_parts ? 2 : 1);
