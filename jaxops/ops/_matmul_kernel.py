@@ -238,7 +238,7 @@ class _MatmulKernel(Kernel):
         wide = sums or accumulator(lhs.dtype, spec.dtype)
         # jnp.matmul defines no promotion of different 8-bit floats. On GPUs, XLA multiplies the elements of small 8-bit
         # matrices as f16, where 448 * 448 is infinite: fewer than 100 in both, by jaxlib 0.11.2's default. For so few
-        # as here, conversions cost nothing.
+        # as here, conversions cost nothing. Symbolic sizes count as small, which is right for any.
         sizes = [size for size in (lhs.size, rhs.size) if isinstance(size, int)]
         small = jnp.issubdtype(lhs.dtype, jnp.floating) and lhs.dtype.itemsize == 1 and sum(sizes) < 4096
         if lhs.dtype != rhs.dtype or small:

@@ -373,24 +373,19 @@ class _Forward(_Linear):
     """On a Hopper GPU one kernel, which reduces the product's tiles; else a product and the forward kernel a chunk."""
 
     def at_once(self, how, x, w, spec):
-        return how == "call_target" and spec.on_gpu and self._why_in_chunks(x, w, spec) is None
+        return how == "call_target" and spec.on_gpu and self._fits(x, w, spec)
 
-    def _why_in_chunks(self, x, w, spec) -> str | None:
+    def _fits(self, x, w, spec: Spec) -> bool:
+        """Whether Hopper's kernel takes the operands, and is there."""
         tokens, width = x.shape
         columns = w.shape[0 if spec.transposed else 1]
         if not all(isinstance(size, int) for size in (tokens, width, columns)):
-            return "the shape is symbolic"
-        if why := why_no_handler(self.name, "cuda") or local_device().why_not_hopper():
-            return why
-        if x.dtype.itemsize != 2 or has_algorithm(spec.precision):
-            return "the operands are not 16-bit floats, or their arithmetic is chosen"
-        if width % COLUMN_STEP:
-            return "rows that are not aligned to 16 bytes"
-        if min(tokens, spec.tokens or tokens) < LEAST_TOKENS_AT_ONCE:
-            return f"fewer than {LEAST_TOKENS_AT_ONCE} tokens"
-        if max(tokens, width, columns) > choices.MAX_MATRIX_SIZE:
-            return "a size beyond the 31 bits in which Hopper's kernel counts"
-        return None
+            return False
+        there = why_no_handler(self.name, "cuda") is None and local_device().why_not_hopper() is None
+        plain = x.dtype.itemsize == 2 and not has_algorithm(spec.precision)
+        aligned = width % COLUMN_STEP == 0
+        many = min(tokens, spec.tokens or tokens) >= LEAST_TOKENS_AT_ONCE
+        return there and plain and aligned and many and max(tokens, width, columns) <= choices.MAX_MATRIX_SIZE
 
     def chunk(self, how, over, named, spec):
         if not spec.columns:
@@ -421,7 +416,7 @@ class _Forward(_Linear):
 
     def is_composed(self, platform, x, w, *_, spec) -> bool:
         x = ShapedArray((math.prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        return platform != "cuda" or self._why_in_chunks(x, w, spec) is not None
+        return platform != "cuda" or not self._fits(x, w, spec)
 
     def explain(self, *_, **__) -> str:
         tile = choices.LINEAR_LOSS_TILE
@@ -600,9 +595,12 @@ def linear_cross_entropy(
     reduction, the tokens' cotangents are known only in the backward pass, which then computes each chunk's logits
     again: four products. So let this function reduce. Under :func:`jax.checkpoint` the forward pass computes no
     gradients, and the backward pass repeats the product. The gradient of `w` is summed over the chunks in f32, in their
-    order, so its bits do not change from run to run. A forward pass that computes no gradients, as in evaluation, is
-    one kernel on a Hopper GPU, if 128 or more tokens have 16 bits and a width that is a multiple of 8: it reduces the
-    product's tiles in registers, and takes as many tokens at once as their tiles' summaries fit in 512 MiB.
+    order, so its bits do not change from run to run.
+
+    On a Hopper GPU a forward pass that computes no gradients, as in evaluation, reduces the logits inside the product's
+    kernel, so that they never reach memory. This takes `x` in 16 bits with a width that is a multiple of 8, 128 or more
+    tokens in a chunk, and no algorithm as `precision`. A chunk then has as many tokens as keep the summaries of the
+    product's tiles within 512 MiB.
 
     Args:
       x: hidden states [..., width]; float64, float32, float16 or bfloat16.

@@ -207,7 +207,7 @@ def test_malformed_frames_of_fused_products_are_refused(calls, memory):
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 def test_linear_losses_by_the_general_kernel(transposed, memory, rng):
-    """Whole numbers, whose logits are exact: with sizes that Hopper's kernel does not take, the results are its own."""
+    """It takes sizes that Hopper's kernel refuses. Whole numbers make the logits exact."""
     size = (257, 1001, 203)
     call = linear_call(16, transposed, ("bias", "sum"), size)
     x, w, labels, bias = (rng.integers(-1, 2, b.shape).astype(b.dtype) for b in call.operands)

@@ -1,5 +1,7 @@
 """jaxops.explain."""
 
+import functools
+import itertools
 import re
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 from flax import linen as flax_linen
 
 import jaxops
-from jaxops import _kernel
+from jaxops import _device, _kernel
 
 X = jnp.ones((4, 8), jnp.bfloat16)
 W = jax.ShapeDtypeStruct((8, 6), jnp.bfloat16)
@@ -177,3 +179,19 @@ def test_a_log_softmax_for_a_loss_is_said():
         forward = next(c for c in jaxops.explain(function, x).calls if c.kernel == "log_softmax_fwd")
         assert ("softmax_cross_entropy_with_integer_labels" in forward.detail) == said
     assert "cross_entropy" not in str(jaxops.explain(jaxops.log_softmax, x))
+
+
+def test_linear_losses(monkeypatch):
+    """One call where Hopper's kernel runs; where it does not, the calls in its chunks."""
+    monkeypatch.setattr("jaxops.ops.linear_cross_entropy.local_device", lambda: _device.Device("9.0", 132))
+    monkeypatch.setattr("jaxops.ops.linear_cross_entropy.why_no_handler", lambda *_: None)
+
+    def kernels(tokens, width=64, dtype="bfloat16", columns=1001, platform="cuda", **options):
+        types = ((tokens, width), dtype), ((width, columns), dtype), ((tokens,), "int32")
+        function = functools.partial(jaxops.linear_cross_entropy, reduction="mean", **options)
+        found = jaxops.explain(function, *itertools.starmap(jax.ShapeDtypeStruct, types), platform=platform)
+        return {call.kernel for call in found.calls}
+
+    assert kernels(300) == {"linear_cross_entropy_fwd"}
+    for others in ({"dtype": "float32"}, {"width": 60}, {"tokens": 64}, {"platform": "cpu"}, {"chunk_tokens": 100}):
+        assert kernels(**{"tokens": 300, **others}) == {"cross_entropy_fwd"}

@@ -1,6 +1,8 @@
 """Some random calls to every op, the same in every run, and the calls that once failed. `make fuzz` runs many more."""
 
 import fuzz
+import jax
+import numpy as np
 import pytest
 from fuzz import Case
 
@@ -136,6 +138,37 @@ def test_wrong_losses_are_seen(op, monkeypatch):
     monkeypatch.setattr(fuzz.loss_cases.Case, "ours", lambda *arguments: 1.001 * right(*arguments))
     (_, error) = fuzz.run(op, 1, seed=0)
     assert "ulp" in error
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["x", "w", "bias"])
+def test_lost_gradients_of_losses_are_seen(name, dtype, monkeypatch):
+    """In calls with 8 columns or more; with fewer, gradients may cancel."""
+    right = fuzz.loss_cases.Case.ours
+
+    def wrong(case, floats, arrays):
+        stopped = {key: jax.lax.stop_gradient(x) if key == name else x for key, x in floats.items()}
+        return right(case, stopped, arrays)
+
+    seen = []
+    for seed in range(200):
+        rng = np.random.default_rng((11, seed))
+        case = fuzz.loss_cases.random_case(rng, dtype, linear=True)
+        size = case.arrays["labels"].size * case.arrays["w"].size
+        if name not in case.arrays or size > 1 << 18 or min(case.arrays["w"].shape) < 8:
+            continue
+        with monkeypatch.context() as patch:
+            patch.setattr(fuzz.loss_cases.Case, "ours", wrong)
+            try:
+                fuzz.loss_cases.check(case, rng)
+            except AssertionError as error:
+                assert name in str(error)
+                seen.append(True)
+            else:
+                seen.append(False)
+        if len(seen) == 3:
+            break
+    assert sum(seen) >= 2
 
 
 @pytest.mark.parametrize("op", [op for op in fuzz.OPS if op not in fuzz.SEPARATE])
