@@ -83,7 +83,8 @@ struct LogitSummaries {
    public:
     __device__ Epilogue(const Arguments& arguments, const matmul::PassMemory&, int) : p_(arguments.linear) {}
 
-    // Without zeros the last tile's sums would keep their registers until now, as a product adds to what is there.
+    // To the compiler, a tile's first product reads the sums that it overwrites. Without zeros here, the last tile's
+    // sums would occupy registers throughout the epilogue.
     __device__ void Begin(const WgmmaWork&, Sums& sums) const {
 #pragma unroll
       for (auto& block : sums)
