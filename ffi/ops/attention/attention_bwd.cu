@@ -218,19 +218,18 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
   const int64_t depth = p.depth;
   bool apart = false;
   for (const auto& [name, buffer] : {std::pair("out", out), std::pair("dout", dout)})
-    JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, name, buffer, type, {batches, queries, heads, depth}));
+    JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, name, buffer, type, {batches, queries, heads, depth}));
   if (p.joint) {
-    JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, 3, depth}));
+    JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, 3, depth}));
   } else {
-    JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, depth}));
-    apart = depth <= 128 && heads != key_heads && attention::HasShape(*dk, {batches, keys, heads, depth});
+    JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "dq", *dq, type, {batches, queries, heads, depth}));
+    apart = depth <= 128 && heads != key_heads && HasShape(*dk, {batches, keys, heads, depth});
     for (const auto& [name, buffer] : {std::pair("dk", *dk), std::pair("dv", *dv)})
-      JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, name, buffer, apart ? DataType::F32 : type,
-                                                   {batches, keys, apart ? heads : key_heads, depth}));
+      JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, name, buffer, apart ? DataType::F32 : type,
+                                        {batches, keys, apart ? heads : key_heads, depth}));
   }
-  JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "lse", lse, DataType::F32, {batches, heads, queries}));
-  if (dlse)
-    JAXOPS_RETURN_IF_ERROR(attention::CheckShape(kHandler, "dlse", *dlse, DataType::F32, {batches, heads, queries}));
+  JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "lse", lse, DataType::F32, {batches, heads, queries}));
+  if (dlse) JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "dlse", *dlse, DataType::F32, {batches, heads, queries}));
   for (const AnyBuffer& buffer : {q, k, v, out, dout, *dq, *dk, *dv})
     JAXOPS_RETURN_IF_ERROR(CheckStart(kHandler, buffer.untyped_data()));
   if (dbias) JAXOPS_RETURN_IF_ERROR(CheckStart(kHandler, dbias->untyped_data()));
@@ -238,7 +237,7 @@ Error AttentionBackward(Device stream, AnyBuffer q, AnyBuffer k, AnyBuffer v, An
     return Error(ffi::ErrorCode::kUnimplemented, "attention_bwd: this GPU has no wgmma");
   const bool rounded = dbias && dbias->element_type() == type;
   if (dbias) {
-    JAXOPS_RETURN_IF_ERROR(attention::CheckShape(
+    JAXOPS_RETURN_IF_ERROR(CheckShape(
         kHandler, "dbias", *dbias, rounded ? type : DataType::F32,
         {p.bias.batch_stride ? batches : 1, p.bias.head_stride ? heads : 1, p.bias.query_stride ? queries : 1, keys}));
   }

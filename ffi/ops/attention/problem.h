@@ -12,6 +12,7 @@
 
 #include "core/handler.h"
 #include "core/row_shape.h"
+#include "core/shape.h"
 
 namespace jaxops::attention {
 
@@ -90,20 +91,6 @@ struct Options {
       StructMember<bool>("has_key_value_lengths"), StructMember<bool>("has_segments"),                              \
       StructMember<bool>("has_sinks"), StructMember<bool>("has_query_offset"), StructMember<bool>("has_parts"),     \
       StructMember<bool>("unseen_mean")
-
-inline bool HasShape(const AnyBuffer& buffer, std::initializer_list<int64_t> shape) {
-  const auto dims = buffer.dimensions();
-  return std::equal(dims.begin(), dims.end(), shape.begin(), shape.end());
-}
-
-inline Error CheckShape(const char* handler, const char* name, const AnyBuffer& buffer, DataType type,
-                        std::initializer_list<int64_t> shape) {
-  JAXOPS_RETURN_IF_ERROR(CheckType(handler, name, buffer, type));
-  if (HasShape(buffer, shape)) return Error::Success();
-  const AnyBuffer::Dimensions wanted(shape.begin(), shape.size());
-  return Invalid(handler,
-                 std::string(name) + " has shape " + Describe(buffer.dimensions()) + ", expected " + Describe(wanted));
-}
 
 // Whether a tensor [batches, queries, heads, keys] broadcasts to the scores, and how.
 inline Error ParseBroadcast(const char* handler, const char* name, const AnyBuffer& buffer, const Problem& p,

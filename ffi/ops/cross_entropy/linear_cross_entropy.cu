@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/launch.cuh"
+#include "core/shape.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/summary.cuh"
 #include "ops/matmul/block_product.cuh"
@@ -280,22 +281,19 @@ Error LinearForward(Device stream, AnyBuffer x, AnyBuffer w, AnyBuffer labels, f
   JAXOPS_RETURN_IF_ERROR(results.Take(&summaries));
   JAXOPS_RETURN_IF_ERROR(results.End());
   const DataType type = x.element_type();
-  using Sizes = std::initializer_list<int64_t>;
-  const auto check = [&](const char* name, const AnyBuffer& buffer, DataType wanted, Sizes sizes) -> Error {
+  for (const AnyBuffer& buffer : {x, w, labels, *origin, *total, *picked})
     JAXOPS_RETURN_IF_ERROR(CheckBuffer(kHandler, buffer));
-    JAXOPS_RETURN_IF_ERROR(CheckType(kHandler, name, buffer, wanted));
-    if (std::ranges::equal(buffer.dimensions(), sizes)) return Error::Success();
-    return Invalid(kHandler, std::string(name) + " has shape " + Describe(buffer.dimensions()));
-  };
-  JAXOPS_RETURN_IF_ERROR(check("x", x, type, {p.m, p.k}));
-  JAXOPS_RETURN_IF_ERROR(check("w", w, type, transposed ? Sizes{p.n, p.k} : Sizes{p.k, p.stride}));
-  JAXOPS_RETURN_IF_ERROR(check("labels", labels, DataType::S32, {p.m}));
-  if (bias) JAXOPS_RETURN_IF_ERROR(check("bias", *bias, type, {p.n}));
+  const int64_t w_rows = transposed ? p.n : p.k, w_columns = transposed ? p.k : p.stride;
+  JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "x", x, type, {p.m, p.k}));
+  JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "w", w, type, {w_rows, w_columns}));
+  JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "labels", labels, DataType::S32, {p.m}));
+  if (bias) JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "bias", *bias, type, {p.n}));
   for (const auto& [name, buffer] :
        {std::pair("origin", *origin), std::pair("total", *total), std::pair("picked", *picked)})
-    JAXOPS_RETURN_IF_ERROR(check(name, buffer, DataType::F32, {p.m}));
-  if (sum) JAXOPS_RETURN_IF_ERROR(check("sum", *sum, DataType::F32, {p.m}));
-  JAXOPS_RETURN_IF_ERROR(check("the workspace", *summaries, DataType::F32, {2 + has_sum, p.tiles(), p.m}));
+    JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, name, buffer, DataType::F32, {p.m}));
+  if (sum) JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "sum", *sum, DataType::F32, {p.m}));
+  JAXOPS_RETURN_IF_ERROR(
+      CheckShape(kHandler, "the workspace", *summaries, DataType::F32, {2 + has_sum, p.tiles(), p.m}));
   if (!std::isfinite(cap) || cap < 0) return Invalid(kHandler, "cap must be finite and at least 0");
   if (band < 1 || band > 64) return Invalid(kHandler, "band out of range");  // columns times a band fit 32 bits
   if (p.m == 0) return Error::Success();
