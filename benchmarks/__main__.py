@@ -100,6 +100,12 @@ def _arguments(argv):
     parser.add_argument(
         "--seed", type=int, default=0, help="of the shapes of matmul_random and rows_random (default: %(default)s)"
     )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help="of train: also trains each decoder and BERT for so many steps on text, and compares the losses",
+    )
     arguments = parser.parse_args(argv)
     if not arguments.op.startswith("matmul") and (only := {"float8_e4m3fn", "tf32"} & {*arguments.dtype}):
         parser.error(f"--dtype {' '.join(sorted(only))} is of matmul alone")
@@ -118,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results=arguments.results,
         console=harness.make_console(),
         seed=arguments.seed,
+        steps=arguments.steps,
     )
     settings.console.print(f"jaxops {jaxops.__version__}, jax {jax.__version__}, {harness.device_name()}")
     selected = OPS if arguments.op == "all" else (arguments.op,)

@@ -445,7 +445,7 @@ class Settings:
     """The command line's options.
 
     seconds: spent timing each measurement, not counting compilation. only: an expression that a measurement's label
-    must contain. seed: for random numbers. labels: the measurements selected so far.
+    must contain. seed: for random numbers. steps: of training on text. labels: the measurements selected so far.
     """
 
     dtypes: tuple[str, ...]
@@ -455,6 +455,7 @@ class Settings:
     results: Path
     console: Console
     seed: int = 0
+    steps: int = 0
     labels: list[str] = dataclasses.field(default_factory=list)
 
     @property

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sysconfig
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +116,13 @@ CONTENDERS = {
     "jaxops": _OURS._replace(fused=True),
 }
 BASELINE = "best XLA"
+
+
+@functools.cache
+def _text() -> np.ndarray:
+    """The sources of Python's standard library, a few million bytes: text that is on every machine."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return np.frombuffer(b"".join(source.read_bytes() for source in sources), np.uint8)
 
 
 class Kernel(nn.Module):
@@ -245,6 +254,12 @@ class Gpt(nn.Module):
         shape = (self.size.batch, self.size.length + 1)
         return {"tokens": jax.random.randint(key, shape, 0, self.size.vocabulary)}
 
+    def text(self, step: int) -> dict[str, jax.Array]:
+        """A step's batch of text, whose bytes are the tokens."""
+        shape = (self.size.batch, self.size.length + 1)
+        places = step * np.prod(shape) + np.arange(np.prod(shape))
+        return {"tokens": jnp.asarray(_text().take(places, mode="wrap").reshape(shape), jnp.int32)}
+
     def example(self, batch: dict[str, jax.Array]) -> tuple:
         """The arguments for `init`."""
         return (batch["tokens"][:, :-1],)
@@ -275,6 +290,12 @@ class Bert(Gpt):
         lengths = jax.random.randint(keys[2], shape[:1], self.size.length // 4, self.size.length + 1)
         return {"tokens": tokens, "labels": labels, "lengths": lengths}
 
+    def text(self, step: int) -> dict[str, jax.Array]:
+        """A step's batch of text, every seventh byte of which is hidden."""
+        labels = super().text(step)["tokens"][:, :-1]
+        tokens = jnp.where(jnp.arange(self.size.length) % 7, labels, 0)
+        return {**self.batch(jax.random.key(step)), "tokens": tokens, "labels": labels}
+
     def example(self, batch: dict[str, jax.Array]) -> tuple:
         """The arguments for `init`."""
         return batch["tokens"], batch["lengths"]
@@ -282,6 +303,8 @@ class Bert(Gpt):
 
 class Vit(Gpt):
     """An image classifier as ViT-B/16: `length` patches with 768 numbers each, and a class token."""
+
+    text = None
 
     @nn.compact
     def __call__(self, patches: jax.Array):

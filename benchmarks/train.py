@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -24,6 +24,12 @@ CHECKED_STEPS = 5
 GRADIENT_TOLERANCE = 0.1
 
 
+#: On text, a contender may differ from XLA's best by this many times as much as plain Flax, which is also XLA's own, so
+#: that the two differ by rounding alone.
+TEXT_TOLERANCE = 2.0
+PLAIN = "plain Flax"
+
+
 @dataclasses.dataclass(frozen=True)
 class Row(harness.Row):
     """ours, xla: milliseconds a step, for this contender and for XLA's best. Memory: temporary, in GiB."""
@@ -36,12 +42,13 @@ class Row(harness.Row):
 
 class Measured(NamedTuple):
     """seconds: a step. memory: the compiled step's temporary bytes. losses: the first steps'. gradients: the largest
-    difference of a parameter's first gradient from XLA's best, relative."""
+    difference of a parameter's first gradient from XLA's best, relative. text: the losses on text."""
 
     seconds: float
     memory: int
     losses: list[float]
     gradients: float
+    text: list[float]
 
 
 @jax.jit
@@ -50,6 +57,46 @@ def _gradients_differ(found: Any, wanted: Any) -> Any:
     norms = [jax.tree.map(jnp.linalg.norm, tree) for tree in (jax.tree.map(jnp.subtract, found, wanted), wanted)]
     least = 1e-3 * jnp.linalg.norm(jnp.array(jax.tree.leaves(norms[1])))
     return jax.tree.map(lambda difference, norm: difference / jnp.maximum(norm, least), *norms)
+
+
+def _losses_on_text(steps: dict[str, Any], state: Any, module: Any, count: int) -> dict[str, list[float]]:
+    """Each contender's losses, from the same parameters on the same text, if the model reads text."""
+    found: dict[str, list[float]] = {}
+    count = count if module.text else 0
+    for name, step in steps.items():
+        now, losses = state, []
+        for i in range(count):
+            now, loss = step(now, module.text(i))
+            losses.append(loss)
+        found[name] = [float(loss) for loss in losses]
+    return found
+
+
+def differences_on_text(text: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    """By name: the mean and the largest relative difference of a contender's losses from XLA's best."""
+    best = np.array(text[models.BASELINE])
+    relative = {name: np.abs(np.array(losses) - best) / np.abs(best) for name, losses in text.items()}
+    return {name: (float(np.mean(found)), float(np.max(found))) for name, found in relative.items()}
+
+
+def _show_text(case: models.Case, text: dict[str, list[float]], settings: harness.Settings) -> bool:
+    """Prints the losses on text; whether all are XLA's best, up to rounding."""
+    title = f"{case.label}: losses of {settings.steps} steps on text"
+    shown = table.Table(title=title, title_justify="left")
+    shown.add_column("contender")
+    for heading in ("first", "middle", "last", "mean difference", "largest"):
+        shown.add_column(heading, justify="right")
+    differences, good = differences_on_text(text), True
+    for name, losses in text.items():
+        mean, largest = differences[name]
+        within = mean <= TEXT_TOLERANCE * differences[PLAIN][0]
+        good &= within
+        numbers = (*(f"{losses[i]:.4f}" for i in (0, len(losses) // 2, -1)), f"{mean:.1e}", f"{largest:.1e}")
+        shown.add_row(name, *numbers, style=None if within else "red")
+    settings.console.print(shown)
+    if not good:
+        settings.console.print(f"FAILED {case.label}: the losses on text differ", style="red", markup=False)
+    return good
 
 
 def _measure(case: models.Case, names: Sequence[str], settings: harness.Settings) -> dict[str, Measured]:
@@ -85,6 +132,7 @@ def _measure(case: models.Case, names: Sequence[str], settings: harness.Settings
         for i, (loss, wanted) in enumerate(zip(found, losses[models.BASELINE], strict=True)):
             if not abs(loss - wanted) <= (i + 1) * LOSS_TOLERANCE * abs(wanted):
                 raise ArithmeticError(f"{name}: losses {found} instead of {losses[models.BASELINE]}")
+    text = _losses_on_text(steps, state, plain, settings.steps)
     clock = harness.WallClock()
     clock.enough = 0.02 if settings.quick else 0.3  # a round
     calls = {name: harness.Calls(step, [(state, batch)]) for name, step in steps.items()}
@@ -92,7 +140,11 @@ def _measure(case: models.Case, names: Sequence[str], settings: harness.Settings
     memory = {name: step.memory_analysis() for name, step in steps.items()}
     return {
         name: Measured(
-            seconds[name], memory[name].temp_size_in_bytes if memory[name] else 0, losses[name], differences[name]
+            seconds[name],
+            memory[name].temp_size_in_bytes if memory[name] else 0,
+            losses[name],
+            differences[name],
+            text[name],
         )
         for name in modules
     }
@@ -109,8 +161,10 @@ def run(settings: harness.Settings) -> bool:
     cases = models.QUICK if settings.quick else models.CASES if jax.default_backend() == "gpu" else models.CPU
     every = [(case, name) for case in cases for name in models.CONTENDERS]
     chosen = settings.select(every, lambda pair: f"train {pair[0].label}: {pair[1]}")
-    # The baseline is always measured.
-    names = {case: [n for n in models.CONTENDERS if n == models.BASELINE or (case, n) in chosen] for case, _ in chosen}
+    # The baseline is always measured, and plain Flax with text.
+    always = {models.BASELINE, PLAIN} if settings.steps else {models.BASELINE}
+    names = {case: [n for n in models.CONTENDERS if n in always or (case, n) in chosen] for case, _ in chosen}
+    alike = True
     for case in settings.bar([*names], lambda case: case.label):
         try:
             measured = _measure(case, names[case], settings)
@@ -118,6 +172,8 @@ def run(settings: harness.Settings) -> bool:
             failures.append((case, error))
             continue
         best = measured[models.BASELINE]
+        if best.text:
+            alike &= _show_text(case, {name: found.text for name, found in measured.items()}, settings)
         for name, found in measured.items():
             ratio, gib = best.seconds / found.seconds, found.memory / 2**30
             share = found.memory / best.memory if best.memory else 1.0
@@ -144,4 +200,4 @@ def run(settings: harness.Settings) -> bool:
     settings.console.print(shown)
     for case, error in failures:
         settings.console.print(f"FAILED {case.label}: {error}", style="red", markup=False)
-    return not failures
+    return alike and not failures

@@ -1,4 +1,5 @@
-"""Random calls of every op against float64: `make fuzz` runs 10,000 per op, tests/ops/test_fuzz.py a few.
+"""Random calls of every op against float64: `make fuzz` runs 10,000 per op, tests/ops/test_fuzz.py a few;
+`make fuzz ARGS='--jobs 16'` on a large machine.
 
 A case is data: its repr, pasted into tests/ops/test_fuzz.py, is the test for a past failure. Compiling costs most, so
 several calls are compiled into one program, and each runs with several kinds of numbers.
@@ -7,15 +8,20 @@ several calls are compiled into one program, and each runs with several kinds of
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import multiprocessing
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
+if __name__ in ("__main__", "__mp_main__"):
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import hypothesis
@@ -23,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from support import attention_cases, loss_cases, oracle
+from support import attention_cases, gpus, loss_cases, oracle
 from support.ops import CASES, FUZZED
 
 import jaxops
@@ -590,7 +596,8 @@ def _run_separate(op: str, count: int, seed: int, told) -> list[str]:
                 check(case, rng, min(DRAWS, count - done))
         except AssertionError as error:
             shapes = {name: (x.shape, x.dtype.name) for name, x in case.arrays.items()}
-            rest = {name: value for name, value in vars(case).items() if name != "arrays"}
+            fields = (field.name for field in dataclasses.fields(case) if field.name != "arrays")
+            rest = {name: getattr(case, name) for name in fields}
             return [f"{op}, numpy.random.default_rng({name}), {dtype}: {shapes}, {rest}", str(error)]
         told(done + DRAWS)
     return []
@@ -628,6 +635,20 @@ def run(op: str, count: int, seed: int, told=lambda done: None) -> list[str]:
     return []
 
 
+def _begin(started: Any) -> None:
+    """In a process of a pool: takes another GPU than the process before."""
+    with started.get_lock():
+        number, started.value = started.value, started.value + 1
+    os.environ.update(gpus.of_worker({**os.environ, "PYTEST_XDIST_WORKER": f"gw{number}"}))
+
+
+def _run_part(op: str, count: int, seed: int) -> tuple[int, list[str]]:
+    """As `run`; also how many cases ran."""
+    done = [0]
+    wrong = run(op, count, seed, done.append)
+    return done[-1], wrong
+
+
 def main(arguments: list[str]) -> int:
     """Prints the failures and the counts; returns how many ops failed."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -636,28 +657,36 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("ops", nargs="*", help=f"ops to fuzz: {', '.join(OPS)}; default: all")
     parser.add_argument("--cases", type=int, default=10_000, help="of each op (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="default: another in each run")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, spread over the GPUs (default: %(default)s)")
     options = parser.parse_args(arguments)
     if unknown := set(options.ops) - set(OPS):
         parser.error(f"ops must be of {', '.join(OPS)}, got {', '.join(unknown)}")
-    device = jax.devices()[0].device_kind
-    print(f"jax {jax.__version__}, {device}, seed {options.seed}", flush=True)
-    failed = 0
-    columns = TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    for op in options.ops or OPS:
-        start, done = time.perf_counter(), 0
-        with Progress(*columns, transient=True) as progress:
-            task = progress.add_task(op, total=options.cases)
-
-            def told(count, task=task, progress=progress):
-                nonlocal done
-                done = count
-                progress.update(task, completed=min(count, options.cases))
-
-            wrong = run(op, options.cases, options.seed, told)
-        seconds = time.perf_counter() - start
-        print(f"{op:12} {done:6} cases in {seconds:.0f} s: {'FAILED' if wrong else 'all within bounds'}", flush=True)
-        print("\n".join(wrong), end="\n" if wrong else "", flush=True)
-        failed += bool(wrong)
+    ops, size = options.ops or OPS, CALLS * DRAWS
+    counts = range(0, options.cases, size)
+    parts = [(op, min(size, options.cases - at), options.seed + at) for op in ops for at in counts]
+    if options.jobs > 1:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPUs' memory
+    start, failed = time.perf_counter(), 0
+    columns = TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with contextlib.ExitStack() as stack:
+        results = map(_run_part, *zip(*parts, strict=True))
+        if options.jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            started = (context.Value("i", 0),)
+            pool = stack.enter_context(concurrent.futures.ProcessPoolExecutor(options.jobs, context, _begin, started))
+            results = pool.map(_run_part, *zip(*parts, strict=True))
+        print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, seed {options.seed}", flush=True)
+        progress = stack.enter_context(Progress(*columns, transient=True))
+        for op in ops:
+            task, done, wrong = progress.add_task(op, total=options.cases), 0, []
+            for count, found in itertools.islice(results, len(parts) // len(ops)):
+                done, wrong = done + count, wrong + found
+                progress.update(task, completed=min(done, options.cases))
+            progress.remove_task(task)
+            verdict = "FAILED" if wrong else "all within bounds"
+            progress.console.print(f"{op:20} {done:6} cases by {time.perf_counter() - start:.0f} s: {verdict}")
+            progress.console.print("\n".join(wrong), end="\n" if wrong else "", markup=False, soft_wrap=True)
+            failed += bool(wrong)
     return failed
 
 

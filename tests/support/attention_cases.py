@@ -34,6 +34,16 @@ class Case:
     def run(self, floats: dict[str, Any], function=jaxops.dot_product_attention, **options: Any):
         return function(**{**self.arrays, **floats}, **self.options, **options)
 
+    @functools.cached_property
+    def exact_gradients(self):
+        """`value_and_gradients` of `dense`, compiled once for all numbers."""
+        return jax.jit(functools.partial(value_and_gradients, self, dense))
+
+    @functools.cached_property
+    def exact_sums(self):
+        """The result of `dense` and its logsumexp."""
+        return jax.jit(functools.partial(self.run, function=dense, return_residual=True))
+
 
 def draw(rng, shape, dtype="float32", values=None, **options: Any) -> Case:
     """A case with [batch, queries, keys, heads, key heads, depth].
@@ -167,8 +177,7 @@ def exact(case: Case, cotangent, floats=None) -> dict[str, np.ndarray]:
     floats = case.floats if floats is None else floats
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         wide = {name: np.asarray(x).astype(np.float64) for name, x in floats.items()}
-        run = jax.jit(functools.partial(value_and_gradients, case, dense))
-        found = run(np.asarray(cotangent).astype(np.float64), wide)
+        found = case.exact_gradients(np.asarray(cotangent).astype(np.float64), wide)
         return {name: np.asarray(x) for name, x in found.items()}
 
 
@@ -176,7 +185,7 @@ def sink_terms(case: Case, cotangent, floats) -> np.ndarray:
     """The terms whose sums over the batch and the queries are the sinks' gradients, up to the sign, in float64."""
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         wide = {name: np.asarray(x).astype(np.float64) for name, x in floats.items()}
-        out, sums = jax.jit(functools.partial(case.run, function=dense, return_residual=True))(wide)
+        out, sums = case.exact_sums(wide)
     delta = np.sum(np.asarray(cotangent).astype(np.float64) * np.asarray(out), -1)
     with np.errstate(all="ignore"):
         return np.nan_to_num(np.exp(wide["sinks"] - np.asarray(sums)) * delta)

@@ -130,11 +130,34 @@ def test_calls(load, tmp_path):
 
 @pytest.mark.slow
 def test_train(bench, capsys):
-    """Every kind of model, with every contender: the losses of the first steps agree, or the run fails."""
-    rows = bench("train", "--only", "Llama", file="train")
-    assert [row["direction"] for row in rows] == ["plain Flax", "swapped", "jaxops"]
+    """Every contender; the losses of the first steps and on text agree, or the run fails."""
+    rows = bench("train", "--only", "Llama", "--steps", "3", file="train")
+    assert [row["direction"] for row in rows] == ["plain Flax", "swapped", "fused", "jaxops"]
     assert {row["unit"] for row in rows} == {"ms"}
-    assert "Llama: 1 layers, width 256" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Llama: 1 layers, width 256" in out and "losses of 3 steps on text" in out
+
+
+def test_losses_on_text(load, tmp_path, capsys):
+    """Steps read other text each time; losses that are further apart than XLA's own fail the run."""
+    harness, models, train = load("harness"), load("models"), load("train")
+    for case in models.QUICK:
+        module = case.contender("plain Flax")
+        if module.text:
+            first, second = module.text(0), module.text(1)
+            shapes = jax.tree.map(lambda x: (x.shape, x.dtype), [first, second])
+            assert shapes[0] == shapes[1] == jax.tree.map(lambda x: (x.shape, x.dtype), module.batch(jax.random.key(0)))
+            assert np.any(first["tokens"] != second["tokens"]) and len(np.unique(first["tokens"])) > 20
+    assert train.differences_on_text({"best XLA": [4.0, 2.0], "a": [4.0, 2.5]}) == {
+        "best XLA": (0.0, 0.0),
+        "a": (0.125, 0.25),
+    }
+    settings = harness.Settings((), True, 0.01, re.compile(""), tmp_path, harness.make_console(), steps=2)
+    near = {"plain Flax": [4.0, 2.02], "best XLA": [4.0, 2.0], "jaxops": [4.0, 1.97]}
+    assert train._show_text(models.QUICK[0], near, settings)
+    for far in (1.9, np.nan):
+        assert not train._show_text(models.QUICK[0], {**near, "jaxops": [4.0, far]}, settings)
+        assert "FAILED 2 layers, width 128" in capsys.readouterr().out
 
 
 def test_gradients_that_differ(load):
