@@ -183,8 +183,8 @@ def test_a_log_softmax_for_a_loss_is_said():
 
 def test_linear_losses(monkeypatch):
     """One call where Hopper's kernel runs; where it does not, the calls in its chunks."""
-    monkeypatch.setattr("jaxops.ops.linear_cross_entropy.local_device", lambda: _device.Device("9.0", 132))
-    monkeypatch.setattr("jaxops.ops.linear_cross_entropy.why_no_handler", lambda *_: None)
+    monkeypatch.setattr("jaxops.ops._linear_cross_entropy.local_device", lambda: _device.Device("9.0", 132))
+    monkeypatch.setattr("jaxops.ops._linear_cross_entropy.why_no_handler", lambda *_: None)
 
     def kernels(tokens, width=64, dtype="bfloat16", columns=1001, platform="cuda", **options):
         types = ((tokens, width), dtype), ((width, columns), dtype), ((tokens,), "int32")

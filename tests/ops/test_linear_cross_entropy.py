@@ -14,7 +14,7 @@ from support.derivatives import check_second_order
 from support.loss_cases import OPTIONS, exact_loss
 
 import jaxops
-from jaxops.ops.linear_cross_entropy import CHUNK_BYTES, CHUNK_TOKENS, TOKEN_STEP, _chunk_sizes
+from jaxops.ops._linear_cross_entropy import CHUNK_BYTES, CHUNK_TOKENS, TOKEN_STEP, _chunk_sizes
 
 loss = jaxops.linear_cross_entropy
 TOKENS, WIDTH, COLUMNS = 37, 8, 52
@@ -47,7 +47,7 @@ def value_and_gradients(function, operands, cotangent):
 
 def pad(monkeypatch, padded):
     """Logits with more columns than the vocabulary, as on GPUs, or not."""
-    monkeypatch.setattr("jaxops.ops.linear_cross_entropy.PADDED_ON", ("cpu", "cuda") if padded else ())
+    monkeypatch.setattr("jaxops.ops._linear_cross_entropy.PADDED_ON", ("cpu", "cuda") if padded else ())
 
 
 @pytest.mark.parametrize(("reduction", "padded"), [(None, False), ("sum", True), ("mean", False)])

@@ -23,7 +23,7 @@ using matmul::Major;
 using matmul::WgmmaWork;
 
 constexpr char kHandler[] = "linear_cross_entropy_fwd";
-// In the result's tiles; jaxops/ops/linear_cross_entropy.py sizes the workspace for them.
+// In the result's tiles; jaxops/ops/_linear_cross_entropy.py sizes the workspace for them.
 constexpr int kTileRows = 128, kTileColumns = 192;
 
 struct LinearProblem {
@@ -263,15 +263,12 @@ cudaError_t LaunchSummaries(cudaStream_t stream, const LinearProblem& p, int ban
 Error LinearForward(Device stream, AnyBuffer x, AnyBuffer w, AnyBuffer labels, ffi::RemainingArgs rest,
                     BufferResult origin, BufferResult total, BufferResult picked, ffi::RemainingRets more,
                     bool transposed, int64_t columns, bool has_bias, bool has_sum, double cap, int32_t band) {
-  const auto size = [](const AnyBuffer& matrix, size_t axis) {
-    return matrix.dimensions().size() == 2 ? matrix.dimensions()[axis] : 0;
-  };
   LinearProblem p = {};
-  p.m = size(x, 0);
+  p.m = MatrixSize(x, 0);
   p.n = columns;
-  p.k = size(x, 1);
-  p.stride = size(w, 1);
-  if (columns < 0 || columns > size(w, transposed ? 0 : 1)) return Invalid(kHandler, "w has fewer columns");
+  p.k = MatrixSize(x, 1);
+  p.stride = MatrixSize(w, 1);
+  if (columns < 0 || columns > MatrixSize(w, transposed ? 0 : 1)) return Invalid(kHandler, "w has fewer columns");
   std::optional<AnyBuffer> bias, sum, summaries;
   BufferReader<ffi::RemainingArgs> operands(kHandler, rest);
   if (has_bias) JAXOPS_RETURN_IF_ERROR(operands.Take(&bias));
@@ -281,8 +278,6 @@ Error LinearForward(Device stream, AnyBuffer x, AnyBuffer w, AnyBuffer labels, f
   JAXOPS_RETURN_IF_ERROR(results.Take(&summaries));
   JAXOPS_RETURN_IF_ERROR(results.End());
   const DataType type = x.element_type();
-  for (const AnyBuffer& buffer : {x, w, labels, *origin, *total, *picked})
-    JAXOPS_RETURN_IF_ERROR(CheckBuffer(kHandler, buffer));
   const int64_t w_rows = transposed ? p.n : p.k, w_columns = transposed ? p.k : p.stride;
   JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "x", x, type, {p.m, p.k}));
   JAXOPS_RETURN_IF_ERROR(CheckShape(kHandler, "w", w, type, {w_rows, w_columns}));

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "core/launch.cuh"
+#include "core/shape.h"
 #include "ops/matmul/block_product.cuh"
 #include "ops/matmul/gated.cuh"
 
@@ -125,19 +126,10 @@ Error CheckMatrices(const char* handler, std::initializer_list<NamedMatrix> matr
   if (activation <= 0 || activation >= static_cast<int32_t>(Activation::kCount))
     return Invalid(handler, "unknown activation " + std::to_string(activation));
   if (band < 1 || band > 64) return Invalid(handler, "band out of range");  // 64-column bands are counted in 32 bits
-  for (const NamedMatrix& matrix : matrices) {
-    JAXOPS_RETURN_IF_ERROR(CheckBuffer(handler, matrix.buffer));
-    const auto shape = matrix.buffer.dimensions();
-    if (shape.size() != 2 || shape[0] != matrix.rows || shape[1] != matrix.columns)
-      return Invalid(handler, std::string(matrix.name) + " has shape " + Describe(shape));
-    JAXOPS_RETURN_IF_ERROR(CheckType(handler, matrix.name, matrix.buffer, matrices.begin()->buffer.element_type()));
-  }
+  const DataType type = matrices.begin()->buffer.element_type();
+  for (const auto& [name, buffer, rows, columns] : matrices)
+    JAXOPS_RETURN_IF_ERROR(CheckShape(handler, name, buffer, type, {rows, columns}));
   return Error::Success();
-}
-
-// A size in lhs [m, k] or rhs [., .]; 0 if the rank is wrong, which CheckMatrices reports.
-int64_t Size(const AnyBuffer& matrix, size_t axis) {
-  return matrix.dimensions().size() == 2 ? matrix.dimensions()[axis] : 0;
 }
 
 // x, w_gate, w_up -> out, [gate, up]
@@ -151,7 +143,7 @@ Error GatedMatmul(Device stream, AnyBuffer x, AnyBuffer w_gate, AnyBuffer w_up, 
     JAXOPS_RETURN_IF_ERROR(reader.Take(&up));
   }
   JAXOPS_RETURN_IF_ERROR(reader.End());
-  const int64_t m = Size(x, 0), k = Size(x, 1), n = Size(w_gate, 1);
+  const int64_t m = MatrixSize(x, 0), k = MatrixSize(x, 1), n = MatrixSize(w_gate, 1);
   JAXOPS_RETURN_IF_ERROR(
       CheckMatrices(kHandler, {{"x", x, m, k}, {"w_gate", w_gate, k, n}, {"w_up", w_up, k, n}, {"out", *out, m, n}},
                     activation, band));
@@ -180,7 +172,7 @@ Error GatedMatmul(Device stream, AnyBuffer x, AnyBuffer w_gate, AnyBuffer w_up, 
 Error GatedMatmulBwd(Device stream, AnyBuffer dy, AnyBuffer w_down, AnyBuffer gate, AnyBuffer up, BufferResult dgate,
                      BufferResult dup, int32_t activation, int32_t band) {
   constexpr const char* kHandler = "gated_matmul_bwd";
-  const int64_t m = Size(dy, 0), k = Size(dy, 1), n = Size(w_down, 0);
+  const int64_t m = MatrixSize(dy, 0), k = MatrixSize(dy, 1), n = MatrixSize(w_down, 0);
   JAXOPS_RETURN_IF_ERROR(CheckMatrices(kHandler,
                                        {{"dy", dy, m, k},
                                         {"w_down", w_down, n, k},
