@@ -62,7 +62,7 @@ test: build ## Run the tests without the slow ones
 test-all: build ## Run all tests
 	$(python) -m pytest -m '' $(or $(ARGS),$(processes))
 
-matrix: build ## Run every op under every JAX transformation
+matrix: build ## Run the ops under every JAX transformation
 	$(python) tests/transformations.py $(ARGS)
 
 fuzz: build ## Compare random calls with float64; ARGS='softmax --cases 500 --seed 1'
@@ -74,7 +74,7 @@ accuracy: build ## Measure errors on this device and rewrite docs/accuracy.md
 compatibility: ## Run version-dependent tests with every Python here and every supported jax
 	$(PYTHON) tools/compatibility.py $(ARGS)
 
-demo: build ## Compare every op with jax.nn, then train a small model with and without jaxops
+demo: build ## Compare the main ops with jax.nn, then train a small model with and without jaxops
 	$(python) -m benchmarks.demo $(ARGS)
 
 bench: build ## Benchmark an op beside XLA; OP=softmax

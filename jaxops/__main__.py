@@ -1,4 +1,4 @@
-"""`python -m jaxops`: versions, devices, handlers, and a check for every op."""
+"""`python -m jaxops`: versions, devices, handlers, and a check of the ops."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints the report; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxops",
-        description="Prints versions, devices and handlers, and compares every op with float64 on the default device.",
+        description="Prints versions, devices and handlers, and compares the ops with float64 on the default device.",
         epilog=f"Exit status: 0; 1 if an op errs by more than {_selfcheck.LIMIT:.0f} ulp; 2 for bad arguments.",
     )
     parser.add_argument("--quick", action="store_true", help="check one small shape of each op")

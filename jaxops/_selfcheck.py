@@ -25,10 +25,6 @@ def _rms_norm(x, scale):
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-def _labels(x):
-    return jnp.arange(x.shape[0]) % x.shape[1]
-
-
 _Function = Callable[..., jax.Array]
 
 
@@ -44,15 +40,14 @@ def _labels(x):
     return jnp.arange(x.shape[0]) * 7 % x.shape[1]
 
 
+def _loss(x):
+    return jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, _labels(x)[:, None], 1)[:, 0]
+
+
 #: By name: the op, its definition, and its operands' shapes, from m and n.
 OPS: dict[str, tuple[_Function, _Function, Callable[[int, int], list[tuple[int, ...]]]]] = {
     "softmax": (jaxops.softmax, jax.nn.softmax, lambda m, n: [(m, n)]),
     "log_softmax": (jaxops.log_softmax, jax.nn.log_softmax, lambda m, n: [(m, n)]),
-    "softmax_cross_entropy_with_integer_labels": (
-        lambda x: jaxops.softmax_cross_entropy_with_integer_labels(x, _labels(x)),
-        lambda x: jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, _labels(x)[:, None], -1)[:, 0],
-        lambda m, n: [(m, n)],
-    ),
     "layer_norm": (jaxops.layer_norm, _layer_norm, lambda m, n: [(m, n), (n,), (n,)]),
     "rms_norm": (jaxops.rms_norm, _rms_norm, lambda m, n: [(m, n), (n,)]),
     "attention": (
@@ -62,8 +57,14 @@ OPS: dict[str, tuple[_Function, _Function, Callable[[int, int], list[tuple[int, 
     ),
     "cross_entropy": (
         lambda x: jaxops.softmax_cross_entropy_with_integer_labels(x, _labels(x)),
-        lambda x: jax.nn.logsumexp(x, -1) - jnp.take_along_axis(x, _labels(x)[:, None], 1)[:, 0],
+        _loss,
         lambda m, n: [(m, n)],
+    ),
+    "linear_cross_entropy": (
+        # Logits are rounded to x's dtype, so that the f32 losses are no more exact.
+        lambda x, w: jaxops.linear_cross_entropy(x, w, _labels(x @ w)).astype(x.dtype),
+        lambda x, w: _loss(x @ w),
+        lambda m, n: [(m, n), (n, m)],
     ),
     "logsumexp": (lambda x: jaxops.logsumexp(x, -1), lambda x: jax.nn.logsumexp(x, -1), lambda m, n: [(m, n)]),
     "matmul": (jaxops.matmul, jnp.matmul, lambda m, n: [(m, n), (n, m)]),
@@ -71,6 +72,11 @@ OPS: dict[str, tuple[_Function, _Function, Callable[[int, int], list[tuple[int, 
         lambda a, b, bias: jaxops.matmul(a, b, bias=bias, activation="gelu"),
         lambda a, b, bias: jax.nn.gelu(a @ b + bias),
         lambda m, n: [(m, n), (n, m), (m,)],
+    ),
+    "gated_mlp": (
+        jaxops.gated_mlp,
+        lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down,
+        lambda m, n: [(m, n), (n, m), (n, m), (m, n)],
     ),
 }
 
@@ -108,9 +114,9 @@ def run(quick: bool = False, seed: int = 0) -> Iterator[Check]:
         for dtype in ("float32", "bfloat16"):
             errors = []
             for m, n in ((64, 256),) if quick else ((64, 256), (33, 1001), (256, 4096)):
-                scales = [1.0, n**-0.5 if op.startswith("matmul") else 1.0, 1.0]  # products with standard deviation 1
-                normal = (scale * rng.standard_normal(s) for s, scale in zip(shapes(m, n), scales, strict=False))
-                operands = [x.astype(dtype) for x in normal]
+                first, *rest = shapes(m, n)
+                weights = (rng.standard_normal(s) * (s[0] ** -0.5 if len(s) > 1 else 1) for s in rest)
+                operands = [x.astype(dtype) for x in (rng.standard_normal(first), *weights)]
                 with jax.enable_x64(True), jax.default_device(cpu):
                     wide = [x.astype(np.float64) for x in operands]
                     exact, pullback = jax.vjp(definition, *wide)

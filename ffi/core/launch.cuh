@@ -177,6 +177,13 @@ inline int CompiledCapability() {
 }
 inline constexpr int kHopper = 90;  // the first with clusters, and the only one with wgmma
 
+// The most blocks in a cluster, by generation: only Hopper, and the data-centre GPUs that followed it, run more than 8.
+// A slice of a GPU may run fewer, which ClustersFit tells.
+inline int MostClusterBlocks() {
+  const int capability = CompiledCapability();
+  return capability < kHopper ? 1 : capability / 10 <= 10 ? 16 : 8;
+}
+
 }  // namespace jaxops
 
 #endif  // JAXOPS_CORE_LAUNCH_CUH_

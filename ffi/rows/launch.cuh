@@ -301,7 +301,7 @@ class Launcher {
     };
     VisitLadder<kPacks...>(Table(), plan, run);
     if constexpr (!kElements && HasFewRows(kElementsOf<T>, Op::kOptions, Op::kAsF32)) {
-      // Few rows take two-pack kernels, whether or not the ladder names them.
+      // Few rows take kernels with kFew packs, whether or not the ladder names them.
       if constexpr (!Names(kHeld, Kernel::kBlockRows, kFew)) {
         if (!done && plan.kernel == Kernel::kBlockRows && plan.packs == kFew)
           run.template operator()<Sharing::kBlock, kFew>();
@@ -369,8 +369,7 @@ using Single = std::conditional_t<std::is_same_v<T, double>, double, AnyFloat>;
 inline RowDevice ThisDevice() {
   RowDevice device;
   device.capability = CompiledCapability();
-  // Only Hopper, and the data-centre GPUs that followed it, run clusters with more than 8 blocks.
-  device.most_cluster = device.capability < kHopper ? 1 : device.capability / 10 <= 10 ? 16 : 8;
+  device.most_cluster = MostClusterBlocks();
   device.shared_bytes = MostDynamicShared();
   return device;
 }

@@ -2,9 +2,10 @@
 // tests enumerate it, jaxops.explain prints it, and Python takes workspace sizes from it.
 //
 // Read the library in this order: plan.h chooses a kernel (limits: tuning.h); launch.cuh turns the plan into template
-// arguments; kernels.cuh, persistent.cuh and segments.cuh hold the kernels; row.cuh is the row that an op's body sees
-// (exchange.cuh joins its values over threads); row_packs.cuh finds a thread's packs, and pack_access.cuh reads and
-// writes them. docs/adding.md explains the words.
+// arguments; kernels.cuh, persistent.cuh, segments.cuh and column_sums.cuh hold the kernels; row.cuh is the row that an
+// op's body sees (exchange.cuh joins its values over threads), and fetched_row.cuh the row of a persistent kernel;
+// row_packs.cuh finds a thread's packs, by geometry.cuh, and pack_access.cuh reads and writes them. docs/adding.md
+// explains the words.
 #ifndef JAXOPS_ROWS_PLAN_H_
 #define JAXOPS_ROWS_PLAN_H_
 
@@ -222,7 +223,7 @@ constexpr RowPlan PlanHeld(Ladder ladder, int64_t length, bool elements, const R
   const Kernel kernel = step->cluster > 1 ? Kernel::kClusterRows : lanes > 32 ? Kernel::kBlockRows : Kernel::kWarpRows;
   return {kernel, Layout::kPlain, elements, step->packs, lanes, step->cluster};
 }
-// Does the same for few rows: as many threads as packs, in two-pack kernels.
+// Does the same for few rows: as many threads as packs, in kernels of kFewPacks (tuning.h).
 constexpr RowPlan PlanFew(int64_t length, int packs, bool elements) {
   const int lanes = LanesFor(length, elements ? packs / 2 : 1);
   return {lanes > 32 ? Kernel::kBlockRows : Kernel::kWarpRows, Layout::kPlain, elements, packs, lanes, 1};

@@ -23,9 +23,9 @@ using Ladder = std::span<const Step>;
 
 // One input, no parameters: forward softmax and log_softmax.
 inline constexpr Step kOneInput[] = {
-    {64, 2},         // more threads than with 4 packs: short rows are many
+    {64, 2},         // more threads than with 4 packs: there are usually many short rows
     {2048, 4},       // 5120 16-bit columns: 160 threads
-    {6144, 8},       // 12288: 192 threads
+    {6144, 8},       // 20480: 320 threads
     {8192, 8, 2},    //
     {16384, 8, 8},   // more blocks per row, because half the threads already fill a multiprocessor's registers
     {65536, 8, 16},  //
@@ -53,8 +53,8 @@ inline constexpr Step kWithParameters32[] = {
 inline constexpr Step kHeldAny[] = {{1024, 2}, {4096, 2, 4}, {8192, 2, 8}, {16384, 2, 16}};
 // Bodies that hold f32 copies of their packs: logits with a bias, or f32 logits with masks.
 inline constexpr Step kHeldAsF32[] = {{2048, 4}, {4096, 4, 2}, {8192, 4, 4}, {16384, 4, 8}};
-// 16-bit logits with masks alone are held in their dtype. A third of the work is work that a thread does once per row,
-// however many of its packs it has.
+// 16-bit logits with masks alone are held in their dtype. A third of the work does not
+// depend on the number of packs: each thread does it once per row.
 inline constexpr Step kMasks16[] = {{2048, 8}};
 inline constexpr Step kMasks32[] = {{2048, 4}};
 
@@ -69,7 +69,7 @@ inline constexpr Step kShiftedOneInput[] = {{16, 4},   {24, 3},  {32, 4},
                                             {48, 3},   {64, 4},  {96, 3},  // 127 columns: 8 lanes x 3 1.00, x 4 .96
                                             {2048, 4}, {8192, 8}};         // 50257: a block 1.00, a cluster of 2 .94
 inline constexpr Step kShiftedTwoInputs[] = {{16, 4}, {24, 3}, {32, 4},  {48, 3},
-                                             {64, 4}, {96, 3}, {128, 4}, {5120, 5}};  // 20001: 512 lanes x 5 twice
+                                             {64, 4}, {96, 3}, {128, 4}, {5120, 5}};  // 20001: two blocks fit
 inline constexpr Step kShiftedAny[] = {{1024, 2}};
 // Columns along several axes, in packs.
 inline constexpr Step kSeveralAxes[] = {{2048, 4}};

@@ -33,7 +33,8 @@ class SwapReport:
 
     Attributes:
       swapped: by path in the model, the layer's type or the function's name.
-      kept: by path, why a layer runs on Flax's code. Layers without their own arrays are not listed.
+      kept: by path, why a layer runs on Flax's code, or a function on JAX's. Layers without their own arrays are not
+        listed.
       attention: by path, "fused" or why a swapped attention has its weights as an array.
       idle: by path, the type of swapped nnx layers that :meth:`trace` did not see run.
       left: how many norms, softmaxes, products and the like :meth:`trace` found that stay with XLA.

@@ -236,9 +236,10 @@ _LECUN_NORMAL = nnx.initializers.lecun_normal()
 class GatedMLP(nnx.Module):
     """A gated MLP on :func:`jaxops.gated_mlp`: `down(activation(gate(x)) * up(x))`, of three layers without bias.
 
-    Flax has no such layer. `gate`, `up` and `down` are :class:`Linear` layers, made in this order. So the variables are
-    those of a module with three `nnx.Linear(use_bias=False)` of these names. If you replace one of them by another kind
-    of layer, or change an attribute of one alone, the three run one by one, with a :class:`jaxops.FallbackWarning`.
+    Flax has no such layer. `gate`, `up` and `down` are :class:`Linear` layers, made in this order. So a module with
+    three `nnx.Linear(use_bias=False)` layers of these names has the same variables. If you replace one of them by
+    another kind of layer, or change an attribute of one alone, the three run one by one, with a
+    :class:`jaxops.FallbackWarning`.
 
     Args:
       in_features: width of the inputs.

@@ -241,15 +241,16 @@ def softmax_cross_entropy_value_and_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """The losses of :func:`jaxops.softmax_cross_entropy_with_integer_labels` and the logits' gradient, in one pass.
 
-    On a GPU with thread block clusters (compute capability 9.0 and newer), rows of up to 524288 16-bit or 262144 f32
-    logits are read once and their gradient is written once. Other calls take two passes. Give the gradient to the
-    model's pullback: call `logits, pullback = jax.vjp(model, parameters)`, then `pullback(gradient)`.
+    On GPUs with compute capability 9.0 or 10.x, rows of up to 524288 16-bit or 262144 f32 logits are read once and
+    their gradient is written once; on 12.x half as many, and on 8.x up to 32768 or 16384. Longer rows take two passes.
+    Give the gradient to the model's pullback: call `logits, pullback = jax.vjp(model, parameters)`, then
+    `pullback(gradient)`.
 
     Args:
       logits: as for softmax_cross_entropy_with_integer_labels.
       labels: integers, shaped like `logits` without `axis`.
-      weights: each token's factor in the sum that is differentiated; broadcasts to the shape of `labels`. The returned
-        losses are without it. None: 1. For a mean use 1 / tokens.
+      weights: each token's factor in the sum that is differentiated; broadcasts to the shape of `labels`. It does not
+        change the returned losses. None: 1. For a mean use 1 / tokens.
       axis: the vocabulary's axis, an int.
       where: as for softmax_cross_entropy_with_integer_labels.
       label_smoothing: the uniform distribution's weight in the targets, in [0, 1].

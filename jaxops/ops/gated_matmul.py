@@ -82,10 +82,10 @@ def gated_mlp(
 ) -> jax.Array:
     r"""A gated MLP: :math:`(\mathrm{activation}(x\,w_{gate}) \odot x\,w_{up})\,w_{down}` (Shazeer, 2020).
 
-    The same as :func:`jaxops.matmul` of :func:`jaxops.gated_matmul`. On a Hopper GPU and for 16-bit operands, its
-    backward pass is faster: the kernel that multiplies the result's cotangent by w_down makes the cotangents of both
-    products from the f32 sums. The backward pass keeps the two products, rounded, and nothing else of their size: it
-    computes activation and multiplication again, for the gradient of w_down.
+    The same as :func:`jaxops.matmul` of :func:`jaxops.gated_matmul`. On a Hopper GPU, if it is expected to be
+    faster, one kernel multiplies the result's 16-bit cotangent by w_down's transpose, and computes the cotangents of
+    both products from the f32 sums. The backward pass keeps the two products, rounded, and nothing else of their
+    size: it computes activation and multiplication again, for the gradient of w_down.
 
     Args:
       x: array `[..., k]`.

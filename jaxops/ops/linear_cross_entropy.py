@@ -78,8 +78,8 @@ def linear_cross_entropy(
 
     On a Hopper GPU a forward pass that computes no gradients, as in evaluation, reduces the logits inside the product's
     kernel, so that they never reach memory. This takes `x` in 16 bits with a width that is a multiple of 8, 128 or more
-    tokens in a chunk, and no algorithm as `precision`. A chunk then has as many tokens as keep the summaries of the
-    product's tiles within 512 MiB.
+    tokens in a chunk, and no algorithm as `precision`. A chunk is then longer: the summaries of its tiles take at
+    most 512 MiB.
 
     Args:
       x: hidden states [..., width]; float64, float32, float16 or bfloat16.
@@ -97,8 +97,8 @@ def linear_cross_entropy(
       ignore_index: label of tokens with zero loss and gradient; None: no such label.
       return_logsumexp: return a pair: the loss and every token's logsumexp. Only without a reduction.
       precision: as in :func:`jax.numpy.matmul`, for the products.
-      chunk_tokens: the most tokens in a chunk; None: 2048, or fewer if their logits would take more than 512 MiB; or
-        all tokens, if their logits take no more memory than an f32 gradient beside the one of a 16-bit `w`.
+      chunk_tokens: the most tokens in a chunk; None: 2048, or fewer if their logits would take more than 512 MiB. With
+        `w` in 16 bits: all tokens, if their logits take no more memory than an f32 gradient of `w`.
 
     Returns:
       The losses [...], or with a reduction a scalar; f32 (f64 for f64).

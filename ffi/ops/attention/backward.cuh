@@ -287,7 +287,8 @@ __device__ void LoadQueries(const BackwardArguments& arguments, const BackwardSh
   }
 }
 
-// By a separate warp: the next tile's queries do not wait until this tile's keys are no longer needed.
+// A separate warp loads the keys. Otherwise the next tile's queries would wait until this tile's keys are no longer
+// needed.
 template <class Tile>
 __device__ void LoadKeys(const BackwardArguments& arguments, const BackwardShared<Tile>& shared) {
   shared.ForEachTile([&](const KnownTile& tile, int k) {

@@ -1,6 +1,6 @@
 // Flash attention's backward pass on Hopper for depths above 128. dK and dV for 64 keys fill two warpgroups' registers,
-// so dQ sums find no room: two kernels each recompute the probabilities. Nothing is added up in memory, so every run
-// gives the same bits.
+// so there is no room for dQ sums. Two kernels therefore run, and each recomputes the probabilities. Nothing is added
+// up in memory, so every run gives the same bits.
 #ifndef JAXOPS_OPS_ATTENTION_BACKWARD_WIDE_CUH_
 #define JAXOPS_OPS_ATTENTION_BACKWARD_WIDE_CUH_
 

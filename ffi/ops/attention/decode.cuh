@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kResident)
 
 inline constexpr int kJoinThreads = 128;
 
-// A warp a row.
+// Each warp joins one row.
 template <class T>
 __global__ void __launch_bounds__(kJoinThreads) JoinDecoded(const __grid_constant__ DecodeArguments arguments) {
   const Problem& p = arguments.problem;

@@ -72,7 +72,7 @@ inline int HeadsTogether(int64_t heads, double bytes, double budget, int64_t lea
   return static_cast<int>((heads + groups - 1) / groups);
 }
 
-// The current device's; 0 if not known.
+// How many multiprocessors the current device has; 0 if not known.
 inline int Multiprocessors() {
   static PerDevice count;
   return count.Get([] {

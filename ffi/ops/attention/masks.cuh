@@ -56,7 +56,7 @@ struct Reach {
   bool decides;  // two kernels are launched, and one returns at once, as `gaps` says
 
   __device__ int64_t Line(int batch, int head) const { return int64_t{batch} * batch_lines + head * head_lines; }
-  // Whether a kernel for general scores, or the other one, is the one that runs.
+  // Whether this kernel computes the call: the one for general scores if there are gaps, otherwise the other one.
   __device__ bool IsFor(bool general_kernel) const { return !decides || (*gaps != 0) == general_kernel; }
 };
 
@@ -71,7 +71,7 @@ struct Compared {
   }
 };
 
-// The keys that each query of a thread's two sees: first to last.
+// The first and the last key that each of a thread's two queries sees.
 struct KeyRange {
   int first[2], last[2];
   bool bounds_left;

@@ -36,14 +36,15 @@ struct Problem {
   bool joint;             // q, k and v are one tensor [batches, queries, heads, 3, depth], and so are their gradients
   void* out;              // [batches, queries, heads, depth]
   float* lse;             // [batches, heads, queries]: log of the sum of a row's exponentials; -inf if it sees nothing
-  // As lse, or null: two parts of it, in units of log 2. Beside a maximum of -1e9, lse has lost the sum's logarithm. If
-  // the maximum is not huge, the first part is lse and the second is 0.
+  // Shaped like lse, or null: lse in two parts, in units of log 2. If the maximum is -1e9, lse alone has lost the sum's
+  // logarithm. If the maximum is not huge, the first part is lse and the second is 0.
   float *maximum, *log_sum;
   float scale, soft_cap;  // soft_cap: 0 without one
   int left, right;        // query i sees the keys j with i - left <= j <= i + right
   Broadcast bias, mask;   // mask: 1-byte booleans, true if the key is seen
   bool wide_bias;         // the bias is f32; else it has q's dtype
-  // [batches]: from this position on, none sees or is seen; [batches, queries or keys]: equal ones see each other.
+  // [batches]: positions from this one on neither see nor are seen; [batches, queries or keys]: positions with equal
+  // ids see each other.
   const int32_t *query_lengths, *key_lengths, *query_segments, *key_segments;
   const int32_t* query_offset;  // [1]: added to the queries' positions; null: 0
   const float* sinks;           // [heads], or [batches, heads] with a stride: one more logit each row
@@ -111,8 +112,8 @@ inline Error ParseBroadcast(const char* handler, const char* name, const AnyBuff
 
 inline int Clamped(int64_t distance) { return static_cast<int>(std::clamp<int64_t>(distance, -kLongest, kLongest)); }
 
-// q, k, v and the options; reads the operands that the options say there are. The same tensor [batches, queries, heads,
-// 3, depth] thrice: q, k and v are its parts.
+// Parses q, k, v and the operands that the options announce. If all three are one tensor [batches, queries, heads, 3,
+// depth], q, k and v are its parts.
 inline Error ParseProblem(const char* handler, const AnyBuffer& q, const AnyBuffer& k, const AnyBuffer& v,
                           const Options& options, BufferReader<ffi::RemainingArgs>* rest, Problem* problem) {
   Problem& p = *problem;

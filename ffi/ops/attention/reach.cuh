@@ -19,7 +19,7 @@ inline constexpr int kMostRuns = 4096;  // runs of equal segments in a batch; mo
 
 inline __device__ int2 NothingSeen() { return {kLongest, -1}; }
 
-// Over a warp.
+// Joins the ranges of a warp's lanes.
 __device__ inline int2 Hull(int2 range) { return {__reduce_min_sync(~0u, range.x), __reduce_max_sync(~0u, range.y)}; }
 
 // Runs of equal segments, in shared memory.
@@ -122,7 +122,7 @@ struct Runs {
 
 inline constexpr int kRunsBytes = 6 * kMostRuns * 4;
 
-// A block a batch.
+// Each block takes one batch.
 static __global__ void __launch_bounds__(kReachThreads)
     FindReachOfSegments(const __grid_constant__ Problem p, const __grid_constant__ Reach reach) {
   extern __shared__ int32_t runs[];
@@ -339,7 +339,7 @@ static __global__ void __launch_bounds__(kReachThreads)
   }
 }
 
-// 0: there is no reach.
+// How many lines a reach has; 0 without a reach.
 inline int ReachLines(const Problem& p) {
   if (p.query_segments) return p.batches;
   if (!p.mask_has_reach()) return 0;
@@ -372,7 +372,7 @@ Reach TakeReach(const Problem& p, const Take& take, int* gaps, int query_block, 
   return reach;
 }
 
-// Finds it; *gaps is 0.
+// Fills the reach; the caller has set *gaps to 0.
 inline cudaError_t LaunchReach(cudaStream_t stream, const Problem& p, const Reach& reach, int query_block,
                                int key_block) {
   if (!reach.of_queries) return cudaSuccess;

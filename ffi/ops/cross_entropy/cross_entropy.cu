@@ -500,14 +500,14 @@ bool IsPacked(const CrossEntropyCall& call) {
 // log2(n), rounded up.
 int Bits(int64_t n) { return std::bit_width(static_cast<uint64_t>(std::max<int64_t>(n, 1) - 1)); }
 
-// The lanes and parts in a pass, and the threads per block; 0 if a cluster does not hold a row. Portable clusters have
-// at most 8 parts.
+// The lanes and parts in a pass, and the threads per block; 0 if a cluster with `most_parts` blocks does not hold a
+// row.
 template <class T>
-int Place(Pass pass, int multiprocessors, PackedArguments* a) {
+int Place(Pass pass, int multiprocessors, int most_parts, PackedArguments* a) {
   constexpr int64_t kPack = kPackOf<T>;
   const bool whole = a->columns % kPack == 0 && IsAligned(a->x);
   const int64_t packs = (a->columns + kPack - 1) / kPack + !whole, threads = (packs + kHeld - 1) / kHeld;
-  const bool clusters = CompiledCapability() >= kHopper;
+  const int more_parts = std::min(most_parts, 8);  // for few rows
   // The pass that does both is faster with two blocks per multiprocessor, the others with one: an H200 reads 64 rows of
   // 32000 bf16 logits in 6.0 us in 4 parts, and in 9.2 us in 8.
   const int enough = multiprocessors * (pass == Pass::kBoth ? 2 : 1);
@@ -516,8 +516,8 @@ int Place(Pass pass, int multiprocessors, PackedArguments* a) {
     // Takes as few blocks as hold the row, with as many warps as hold a block's part.
     a->lane_bits = kMostBits;
     a->parts = static_cast<int>((threads + kMostThreads - 1) / kMostThreads);
-    if (a->parts > (clusters ? kMostParts : 1)) return 0;
-    while (clusters && few(8)) a->parts *= 2;
+    if (a->parts > most_parts) return 0;
+    while (few(more_parts)) a->parts *= 2;
     const int64_t share = (packs + a->parts - 1) / a->parts;
     return static_cast<int>((share + 32 * kHeld - 1) / (32 * kHeld)) * 32;
   }
@@ -528,7 +528,7 @@ int Place(Pass pass, int multiprocessors, PackedArguments* a) {
          packs > 2 * a->lanes()) {
     ++a->lane_bits;
   }
-  const int most = pass == Pass::kBackward ? 1024 : clusters ? 8 : 1;
+  const int most = pass == Pass::kBackward ? 1024 : more_parts;
   while (a->lane_bits == kUsualBits && few(most) && packs > 2 * a->parts * a->lanes()) a->parts *= 2;
   return kUsualThreads;
 }
@@ -538,20 +538,23 @@ cudaError_t LaunchPacked(Device stream, const CrossEntropyCall& call, PackedArgu
   using Call = CrossEntropyCall;
   int multiprocessors = 0;
   if (const cudaError_t status = CountMultiprocessors(&multiprocessors); status != cudaSuccess) return status;
-  const int threads = Place<T>(kPass, multiprocessors, &a);
-  if (threads == 0) {
-    if (const cudaError_t status = LaunchPacked<T, Pass::kForward>(stream, call, a); status != cudaSuccess)
-      return status;
-    return LaunchPacked<T, Pass::kBackward>(stream, call, a);
-  }
-  const int teams = std::max(threads >> a.lane_bits, 1);
-  const Grid grid = {(a.rows + teams - 1) / teams * a.parts, threads, kPass == Pass::kBackward ? 1 : a.parts};
   if (a.where) {
     a.where_rows = call.shape.rows.Only(Call::kWhere);
     a.where_step = call.shape.columns.strides[0][Call::kWhere];
   }
-  if (a.where || a.cap != 0 || a.sum || a.dsum) return Launch(stream, PackedRows<T, kPass, true>, grid, a);
-  return Launch(stream, PackedRows<T, kPass, false>, grid, a);
+  const bool options = a.where || a.cap != 0 || a.sum || a.dsum;
+  const auto kernel = options ? PackedRows<T, kPass, true> : PackedRows<T, kPass, false>;
+  for (int most_parts = std::min(MostClusterBlocks(), kMostParts);; most_parts = a.parts / 2) {
+    const int threads = Place<T>(kPass, multiprocessors, most_parts, &a);
+    if (threads == 0) {
+      if (const cudaError_t status = LaunchPacked<T, Pass::kForward>(stream, call, a); status != cudaSuccess)
+        return status;
+      return LaunchPacked<T, Pass::kBackward>(stream, call, a);
+    }
+    const int teams = std::max(threads >> a.lane_bits, 1);
+    const Grid grid = {(a.rows + teams - 1) / teams * a.parts, threads, kPass == Pass::kBackward ? 1 : a.parts};
+    if (ClustersFit(kernel, grid)) return Launch(stream, kernel, grid, a);
+  }
 }
 
 template <Pass kPass>

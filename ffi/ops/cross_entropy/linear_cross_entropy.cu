@@ -23,7 +23,7 @@ using matmul::Major;
 using matmul::WgmmaWork;
 
 constexpr char kHandler[] = "linear_cross_entropy_fwd";
-// In the result's tiles; jaxops/ops/_linear_cross_entropy.py sizes the workspace for them.
+// The size of a result tile; jaxops/ops/_linear_cross_entropy.py sizes the workspace for such tiles.
 constexpr int kTileRows = 128, kTileColumns = 192;
 
 struct LinearProblem {

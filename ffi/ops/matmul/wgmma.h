@@ -53,8 +53,8 @@ struct WgmmaPlan {
   bool wide_out;         // f32 results
 };
 
-// cudaErrorNotSupported if there is no such tile, none for these sizes, rows or plans, or no driver. T, V:
-// __nv_bfloat16, __half, float (TF32), hopper::E4M3, hopper::E5M2.
+// Returns cudaErrorNotSupported if no kernel has this tile or takes these sizes, rows or plans, or if there is no
+// driver. T, V: __nv_bfloat16, __half, float (TF32), hopper::E4M3, hopper::E5M2.
 template <class T, class V>
 cudaError_t LaunchWgmma(cudaStream_t stream, const Problem& problem, const WgmmaPlan& plan);
 

@@ -44,7 +44,7 @@ class StageRelease {
 };
 
 // Begins the products for two tiles in shared memory, with the warpgroup's lhs rows. A, B: the elements in their
-// 128-byte rows. add: to the sums, which are overwritten otherwise.
+// 128-byte rows. add: whether to add to the sums; otherwise they are overwritten.
 template <class A, class B, class Tile, class P>
 __device__ void BeginProducts(uint32_t lhs_tile, uint32_t rhs_tile, float (&sums)[Tile::kBlocks][Tile::kColumns / 2],
                               bool add) {
@@ -208,7 +208,7 @@ __device__ void MultiplyParts(const WgmmaArguments& arguments, const Ring<Tile>&
   ResultStore<Tile, P> store(arguments, staging, bias, warpgroup);
   RingPlace<Tile> place;
   float high[1][kColumns / 2], mixed[1][kColumns / 2], promoted[1][kColumns / 2];
-  // Begins a stage's products. add: to the sums.
+  // Begins a stage's products. add: whether to add to the sums.
   const auto multiply = [&]<class T>(bool add) {
     ring.Full(place.stage).Wait(place.parity);
     const auto begin = [&](int lhs_part, int rhs_part, auto& sums, bool add) {

@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) WgmmaMatmul(const __grid_co
   const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes;
   const Ring<Tile> ring = {stages, staging + Tile::kMultipliers * Tile::kStagingBytes};
   const uint32_t bias = ring.barriers + Tile::kBarrierBytes;
-  // Multipliers wait until the ring's barriers are ready; the loader does not wait for them, as its code, run for the
-  // first time, comes slowly. Barriers 1, 2, 4, 5: SyncTile, turns.
+  // Multipliers wait until the ring's barriers are ready; the loader does not wait for them, because its code
+  // takes a while to arrive when it runs for the first time. Barriers 1, 2, 4, 5: SyncTile, turns.
   constexpr int kReady = 6;
   const bool in_pieces = P::kTakesPieces && arguments.in_pieces();
   const int ready_threads = (in_pieces ? kWarpgroup : 32) + Tile::kMultipliers * kWarpgroup;

@@ -1,7 +1,7 @@
 // matmul on Hopper's tensor cores: how operands get into the ring, by the copy engine (TMA) or by threads.
 //
 // The copy engine needs rows aligned to 16 bytes. Other operands are copied first, or threads load them in pieces of 4
-// or 8 bytes. If rows do not begin at 128 bytes, each lies across two L2 lines, and loads take twice as long. Two
+// or 8 bytes. If rows do not begin at 128 bytes, each lies across two L2 lines, and loads take longer. Two
 // blocks with adjacent tiles then form a cluster and share that operand: each loads half of every tile for both.
 #ifndef JAXOPS_OPS_MATMUL_WGMMA_LOAD_CUH_
 #define JAXOPS_OPS_MATMUL_WGMMA_LOAD_CUH_
@@ -100,7 +100,7 @@ struct TileLoads {
 };
 
 // Calls visit(work, lhs, rhs, fill) for each work in the block; lhs, rhs: the operands' matrices. fill(load) calls
-// load(stage, k_tile) for each k tile in the work, as soon as the stage is free. Where the ring goes on from.
+// load(stage, k_tile) for each k tile in the work, as soon as the stage is free. Returns the ring's next place.
 template <class Tile, class P, class Visit>
 __device__ RingPlace<Tile> FillRing(const WgmmaArguments& arguments, const Ring<Tile>& ring, const Visit& visit) {
   const WgmmaWorks<Tile, P> works(arguments);

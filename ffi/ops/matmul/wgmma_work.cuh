@@ -1,5 +1,6 @@
 // matmul on Hopper's tensor cores (wgmma): the tiles, a block's work, and the ring of stages that a block's warps
 // share. Read the kernel's files in this order: wgmma_work, wgmma_load, wgmma_compute, wgmma_store, wgmma_launch.
+// wgmma_pass.cuh is for products with a larger epilogue.
 //
 // A block has one warpgroup that loads and one or two that multiply. Operand tiles pass through a ring of stages in
 // shared memory. A `full` barrier says that a stage has arrived, an `empty` one that it may be filled again. Blocks are

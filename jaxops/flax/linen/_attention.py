@@ -175,8 +175,8 @@ def dot_product_attention(
       module: stores the weights as the intermediate "attention_weights".
       force_fp32_for_softmax: return float32 weights. The softmax is always computed in f32.
       qk_attn_weights_einsum, attn_weights_value_einsum: your own einsums, both or neither.
-      causal: query i sees only keys 0 to i, in addition to `mask`; later keys are not read. Without `mask`, from 512
-        tokens on, Hopper's 16-bit kernels do not multiply them either.
+      causal: query i sees only keys 0 to i, in addition to `mask`. Hopper's attention kernels skip the later
+        keys.
 
     Returns:
       `[batch..., queries, heads, features]`.

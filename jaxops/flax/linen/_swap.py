@@ -408,7 +408,8 @@ def swap(model: _Model, *, products: bool = True) -> tuple[_Model, SwapReport]:
 
     When the model is called (`init`, `apply`, inside another model, under `jax.jit`), its Flax layers run on jaxops:
     LayerNorm, RMSNorm, Dense, DenseGeneral, the attention layers, and subclasses that do not define `__call__`. So do
-    its own calls of `jax.nn.softmax`, `log_softmax` and `standardize`. If a Dense layer has a bias, `nn.gelu` and
+    its own calls of `jax.nn.softmax`, `log_softmax`, `logsumexp`,
+    `standardize` and `dot_product_attention`. If a Dense layer has a bias, `nn.gelu` and
     `nn.relu` of its result join its kernel. A mask straight from `nn.make_causal_mask` is recognised and not read.
 
     Some code stays with Flax:
