@@ -235,5 +235,6 @@ def check(case: Case, rng, draws: int = 1) -> None:
                 # A term, the product of an exponential and a sum over the depth, is off by some ulp itself.
                 least = 4 * float(np.sqrt(np.mean(np.square(sink_terms(case, cotangent, floats)))))
             other = (lambda n=name, p=plain: p()[n]) if compares else None
-            assert_close(value, wanted[name], other, name, rounding, least)
+            times = 2.5 if name in ("query", "key") else 2.0  # docs/ops/attention.md: nearly one-hot softmaxes
+            assert_close(value, wanted[name], other, name, rounding, least, times)
         floats = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in floats.items()}

@@ -35,17 +35,18 @@ def draw(case: OpCase, rng, shape, dtype):
     return operands, rng.standard_normal(out.shape).astype(out.dtype)
 
 
-def assert_close(got, wanted, reference=None, what="result", rounding=ROUNDING, least=0.0):
+def assert_close(got, wanted, reference=None, what="result", rounding=ROUNDING, least=0.0, times=2.0):
     """`got` equals the float64 values `wanted` within rounding, or is about as near to them as reference().
 
     The reference runs only if `got` is not within rounding, because compiling it takes as long as compiling the op.
-    least: a number that is rounded on the way to `got`, if it may be larger than all of `wanted`.
+    least: a number that is rounded on the way to `got`, if it may be larger than all of `wanted`. times: how many times
+    the reference's error is about as near.
     """
     assert got.shape == wanted.shape, f"{what}: shape {got.shape} instead of {wanted.shape}"
     error, allowed = ulps(got, wanted, least), rounding
     if not error <= allowed and reference is not None:
         # Where a result is small beside the terms that cancel in it, both are off.
-        allowed = max(rounding, 2 * np.nan_to_num(ulps(reference(), wanted, least)))
+        allowed = max(rounding, times * np.nan_to_num(ulps(reference(), wanted, least)))
     assert error <= allowed, f"{what}: {error:.2f} ulp, allowed {allowed:.2f}"
 
 
