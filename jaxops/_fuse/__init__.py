@@ -18,6 +18,9 @@ __all__ = ["FuseReport", "fuse"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+_COMPUTED = object()  # in the place of a result that the function computes
+
+
 def _is_traced(leaf: Any) -> bool:
     """Arrays are; Python's numbers, strings and the like are options, which the function takes as they are."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic) and getattr(leaf, "dtype", None) != np.dtype(object)
@@ -93,14 +96,15 @@ def fuse(
             nonlocal results, result_structure
             given = dict(zip(traced, arrays, strict=True))
             args, kwargs = jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
-            results, result_structure = jax.tree.flatten(f(*args, **kwargs))
-            return [leaf for leaf in results if _is_traced(leaf)]
+            found, result_structure = jax.tree.flatten(f(*args, **kwargs))
+            results = [_COMPUTED if _is_traced(leaf) else leaf for leaf in found]  # no tracer outlives its trace
+            return [leaf for leaf in found if _is_traced(leaf)]
 
         closed = jax.make_jaxpr(flat)(*(leaves[i] for i in traced))
         function, found = rewriter(closed.jaxpr, closed.consts)
         if report is not None:
             report(found.report())
         computed = iter(function(*(leaves[i] for i in traced)))
-        return jax.tree.unflatten(result_structure, [next(computed) if _is_traced(x) else x for x in results])
+        return jax.tree.unflatten(result_structure, [next(computed) if x is _COMPUTED else x for x in results])
 
     return fused

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr, Literal
 
 from jaxops._fuse._arithmetic import ELEMENTWISE, Dual, evaluate, evaluate_jaxpr, thin
-from jaxops._fuse._graph import COPIES, Graph, Node, Value, is_of_jax
+from jaxops._fuse._graph import COPIES, Graph, Node, Value, inner_jaxprs, is_of_jax
 
 #: The most nodes that are looked at for one match.
 _LIMIT = 300
@@ -258,6 +259,7 @@ class Cone:
         self.reduced = {
             self.classes.find(node.inputs[0], a) for node in self.nodes if node.name in _REDUCTIONS for a in _axes(node)
         }
+        self._sides: dict[Value, set[bool]] = {}
         self._check_uses(graph)
 
     def _read(self, value: Value) -> None:
@@ -443,7 +445,19 @@ class Cone:
             if found is None:
                 raise Refusal(f"{node.name} lies between")
             env[value] = found
+            for bound, operand in zip(node.inputs, operands, strict=True):
+                if _is_bound(node, bound):
+                    reached = found.value == operand.value if node.name in _LIMITS else found.value
+                    self._sides.setdefault(value, set()).update(np.unique(reached).tolist())
         return env[self.out]
+
+    def check_bounds(self) -> None:
+        """Refuses bounds, as in relu6, that `evaluate` always or never reached: the check has seen one side alone."""
+        for value, sides in self._sides.items():
+            if len(sides) < 2:
+                numbers = [v.number() for v in value.node.inputs if _is_bound(value.node, v)]
+                what = "a test for NaN or infinity" if numbers[0] is None else f"a bound of {numbers[0]:g}"
+                raise Refusal(f"{what} lies between")
 
     def _known(self, value: Value) -> Dual:
         """A number that is known at trace time, in the value's shape."""
@@ -461,6 +475,50 @@ class Cone:
         found = evaluate(value.name, value.node.params, [inner], self.small(value))
         assert found is not None
         return found
+
+
+#: Primitives that keep an operand within bounds, and that compare it with one.
+_LIMITS, _COMPARISONS = ("min", "max", "clamp"), ("gt", "ge", "lt", "le")
+
+
+def _is_bounding(number: float) -> bool:
+    """Guards against 0 and overflow are no bounds."""
+    return 1e-20 < abs(number) < 1e30
+
+
+def _is_row_maximum(value: Value) -> bool:
+    value = stripped(value)
+    while value.name == "max":
+        value = stripped(next((v for v in value.inputs if v.number() is None), value.inputs[0]))
+    return value.name == "reduce_max"
+
+
+def _is_bound(node: Node, operand: Value) -> bool:
+    """Whether a number bounds the other operand or is compared with it, or an operand is tested for NaN or infinity.
+
+    Softmaxes test their maximum, which matches compute alike.
+    """
+    if node.name == "ne":
+        return node.inputs[0] == node.inputs[1]
+    if node.name == "is_finite":
+        return not _is_row_maximum(operand)
+    number = operand.number() if node.name in (*_LIMITS, *_COMPARISONS) and operand.is_float else None
+    return number is not None and _is_bounding(number)
+
+
+def _has_bounds(jaxpr: Jaxpr) -> bool:
+    """Whether a function keeps a number within bounds, or may do so."""
+    for equation in jaxpr.eqns:
+        inner = [*inner_jaxprs(equation.params)]
+        literals = [
+            x.val for x in equation.invars if isinstance(x, Literal) and np.issubdtype(x.aval.dtype, np.floating)
+        ]
+        names = (*_LIMITS, *_COMPARISONS)
+        if (inner or equation.primitive.name in names) and any(_is_bounding(float(x)) for x in literals):
+            return True
+        if any(map(_has_bounds, inner)):
+            return True
+    return False
 
 
 def _compared(value: Value) -> list[Value]:
@@ -545,7 +603,10 @@ def _between(out: Value, source: Value) -> tuple[list[Node], list[Value]]:
 
 def _is_known_function(node: Node) -> bool:
     """One of JAX's custom_jvp functions, such as relu, whose rule is the function's derivative."""
-    return node.name == "custom_jvp_call" and is_of_jax(node.params["call_jaxpr"].jaxpr)
+    if node.name != "custom_jvp_call":
+        return False
+    jaxpr = node.params["call_jaxpr"].jaxpr
+    return is_of_jax(jaxpr) and not _has_bounds(jaxpr)
 
 
 def known_value(value: Value, most: int = 40) -> np.ndarray | None:
@@ -660,4 +721,5 @@ def agrees(cone: Cone, reference: Reference, trials: Sequence[tuple[float, float
                     return False
                 if not np.abs(a - b).max(initial=0) <= tolerance * max(np.abs(b).max(initial=0), 1e-30):
                     return False
+    cone.check_bounds()
     return True

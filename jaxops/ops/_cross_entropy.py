@@ -107,9 +107,17 @@ def log_total(total):
 
 
 def total_cotangent(dlog, origin, total, z_loss):
-    """The cotangent of `total`, if logsumexp's is dlog and dlog z_loss logsumexp^2 is added to the loss."""
-    slope = 1 + 2 * z_loss * (origin + jnp.log(total)) if z_loss else 1
-    return jnp.where(dlog == 0, 0, dlog * slope / total)
+    """The cotangent of `total`, if logsumexp's is dlog and dlog z_loss logsumexp^2 is added to the loss.
+
+    Where dlog is 0, so is the cotangent, even if logsumexp is infinite; its derivative in dlog is not 0.
+    """
+
+    def slope(origin, total):
+        return (1 + 2 * z_loss * (origin + jnp.log(total)) if z_loss else 1) / total
+
+    counts = (dlog != 0) | jnp.isfinite(jax.lax.stop_gradient(slope(origin, total)))
+    origin, total = jnp.where(counts, origin, 0), jnp.where(counts, total, 1)
+    return jnp.where(counts, dlog * slope(origin, total), 0)
 
 
 class Parts:

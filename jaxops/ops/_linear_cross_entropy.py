@@ -69,7 +69,7 @@ def _chunk_sizes(tokens: int, columns: int, itemsize: int, wanted: int | None) -
     """The tokens in the first chunk and in each other one."""
     if not isinstance(tokens, int):  # symbolic
         return tokens, tokens
-    fitting = CHUNK_BYTES // (columns * itemsize) if isinstance(columns, int) else CHUNK_TOKENS
+    fitting = CHUNK_BYTES // max(columns * itemsize, 1) if isinstance(columns, int) else CHUNK_TOKENS
     most = wanted or max(TOKEN_STEP, min(CHUNK_TOKENS, fitting // TOKEN_STEP * TOKEN_STEP))
     count = math.ceil(tokens / most)
     if count <= 1:

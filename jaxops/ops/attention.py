@@ -113,9 +113,9 @@ def dot_product_attention(
 
     Returns:
       `[batch, queries, heads, features]` in query's dtype; with `return_residual` also the logsumexp, f32 (f64)
-      `[batch, queries, heads]`, which is -inf if no key is seen. If query has no batch, the result has none. A query
-      that sees no key gets the mean of all values, as in jax.nn; with segments or sinks it gets 0. Beyond the lengths,
-      operands may hold anything.
+      `[batch, queries, heads]`, which is -inf if no key and no sink is seen. If query has no batch, the result has
+      none. A query that sees no key gets the mean of all values, as in jax.nn; with segments or sinks it gets 0. Beyond
+      the lengths, operands may hold anything.
 
     Raises:
       TypeError: an operand is not an array with an accepted dtype.
@@ -345,7 +345,13 @@ def _on_kernels(call: Call, x: Named, joint: jax.Array | None = None) -> tuple[j
     out = out.reshape(batch, queries, heads, features)
     sums = jnp.swapaxes(sums.reshape(batch, heads, queries), 1, 2)
     if seeing is not None:
-        sums = jnp.where(seeing, sums, -jnp.inf)
+        nothing = jnp.full((), -jnp.inf, sums.dtype)
+        if x["sinks"] is not None:  # which such a query sees alone
+            nothing = x["sinks"].astype(sums.dtype)
+            nothing = nothing if nothing.ndim == 1 else nothing[:, None]
+        if x["query_lengths"] is not None:
+            nothing = jnp.where(within(x["query_lengths"], queries)[..., None], nothing, -jnp.inf)
+        sums = jnp.where(seeing, sums, nothing)
         unseen = ~seeing[..., None]
         if x["query_lengths"] is not None:  # beyond them it stays 0
             unseen = unseen & within(x["query_lengths"], queries)[..., None, None]

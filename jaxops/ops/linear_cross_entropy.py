@@ -42,6 +42,9 @@ def _weighted_sum_jvp(static, primals, tangents):
     spec = spec._replace(results=(*spec.results, *(n for n in ("dx", "dw", "dbias") if n in moving)))
     values = kernels.forward(named, spec) if moving.keys() <= {"dweights"} else kernels.both(named, spec)
     loss, _ = _losses(values, options, columns)
+    if options.ignore_index is not None:  # an ignored label may be out of range, so that its loss is NaN
+        limits = jnp.iinfo(labels.dtype)
+        loss = jnp.where(labels == min(max(options.ignore_index, limits.min), limits.max), 0, loss)
     out, tangent = jnp.sum(jnp.where(weights == 0, 0, weights * loss)), jnp.zeros((), loss.dtype)
     for name, direction in moving.items():
         gradient = loss if name == "dweights" else values[name]

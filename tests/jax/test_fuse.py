@@ -693,3 +693,89 @@ def test_known_masks_are_not_read(name, note):
     jaxops.fuse(function, report=reports.append)(*map(jnp.ones, shapes))
     (found,) = reports[0].replaced
     assert (found.op, found.note, len(found.operands)) == ("dot_product_attention", note, 3)
+
+
+def _picked(x, labels, **options):
+    return -jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], 1, **options)[:, 0]
+
+
+def _by_deviation(x):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(jnp.maximum(x.var(-1, keepdims=True), 1e-6) + 1e-6)
+
+
+def _finite_rms(x):
+    y = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return jnp.where(jnp.isfinite(y), y, 0)
+
+
+@pytest.mark.parametrize(
+    "function, scale",
+    [
+        (lambda x, w: jax.nn.relu6(x @ w), 20),
+        (lambda x, w: jax.nn.relu(jnp.clip(x @ w, -6, 6)), 20),
+        (lambda x, w: jax.nn.gelu(jnp.clip(x @ w, -6, 6)), 20),
+        (lambda x, w: jax.nn.relu(jnp.where(x @ w > 50, 50, x @ w)), 200),
+        (lambda x, w: jnp.minimum(_picked(x @ w, jnp.arange(4)), 20).mean(), 60),
+        (lambda x, w: jnp.maximum(jax.nn.log_softmax(x @ w), -20), 60),
+        (lambda x, w: x * lax.rsqrt(jnp.minimum(jnp.mean(x * x, -1, keepdims=True), 100) + 1e-6) @ w, 60),
+        (lambda x, w: _by_deviation(x) @ w, 1e-4),
+        (lambda x, w: jax.nn.relu(jnp.nan_to_num(x @ w)), np.nan),
+        (lambda x, w: _finite_rms(x) @ w, np.nan),
+    ],
+    ids=["relu6", "clip_relu", "clip_gelu", "where", "loss", "log_softmax", "rms", "deviation", "nan", "finite"],
+)
+def test_bounds_that_no_trial_reaches(function, scale, rng):
+    """They stay, however far the trials' numbers are from them."""
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 8), (8, 8)))
+    x = x.at[0].set(np.nan) if np.isnan(scale) else x * scale
+    fused = jaxops.fuse(function)
+    np.testing.assert_allclose(fused(x, w), function(x, w), rtol=1e-4, atol=1e-5)
+    if np.isnan(scale):
+        return
+    gradients = [jax.grad(lambda x, w, f=f: jnp.sum(f(x, w) ** 2), (0, 1))(x, w) for f in (fused, function)]
+    for got, wanted in zip(*gradients, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3 * float(jnp.max(jnp.abs(wanted))))
+
+
+@pytest.mark.parametrize("fill", [0.0, -5.0])
+def test_gathers_that_fill_in_a_number(fill, rng):
+    x, labels = jnp.asarray(rng.standard_normal((4, 10)), jnp.float32), jnp.array([1, 5, 100, -100])
+
+    def loss(x):
+        return jnp.sum(_picked(x, labels, mode="fill", fill_value=fill))
+
+    for transform in (lambda f: f, jax.grad):
+        np.testing.assert_allclose(transform(jaxops.fuse(loss))(x), transform(loss)(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "logits, result, dropped",
+    [
+        ("bqhd,bkhd->bhqk", "bhqk,bkhd->bqd", ""),
+        ("bqd,bkd->bqk", "bqk,bkd->qd", "qkv"),
+        ("bqhd,khd->bhqk", "bhqk,bkhd->bqhd", "k"),
+        ("bqhd,bkd->bhqk", "bhqk,bkhd->bqhd", "K"),
+        ("bhqd,bhkd->bhqk", "bhqk,hkd->bhqd", "v"),
+    ],
+)
+def test_products_like_attention(logits, result, dropped, rng):
+    """An axis that attention shares is summed, or an operand lacks it."""
+    operands = [jnp.asarray(rng.standard_normal((2, 5, 3, 4)), jnp.float32) for _ in range(3)]
+    # "K" and "qkv": without heads; "k", "v": without a batch.
+    for i, name in enumerate("qkv"):
+        if dropped == "qkv" or (dropped == "K" and name == "k"):
+            operands[i] = operands[i][:, :, 0]
+        elif dropped == name:
+            operands[i] = operands[i][0]
+
+    def attention(q, k, v):
+        return jnp.einsum(result, jax.nn.softmax(jnp.einsum(logits, q, k)), v)
+
+    np.testing.assert_allclose(jaxops.fuse(attention)(*operands), attention(*operands), rtol=1e-4, atol=1e-5)
+
+
+def test_no_tracer_outlives_its_trace():
+    fused = jaxops.fuse(lambda x: (jax.nn.softmax(x).sum(), None, 3))
+    with jax.checking_leaks():
+        out, nothing, three = jax.jit(fused)(jnp.ones((2, 3)))
+    assert (float(out), nothing, int(three)) == (2.0, None, 3)

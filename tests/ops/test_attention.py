@@ -842,3 +842,17 @@ def test_few_key_blocks_take_query_heads_apart(queries, few, apart, monkeypatch,
         assert got.shape == right.shape
         got, right = np.asarray(got, np.float32), np.asarray(right, np.float32)
         assert np.linalg.norm(got - right) <= 1e-2 * np.linalg.norm(right)
+
+
+def test_sinks_of_queries_that_a_mask_hides():
+    """The logsumexp and its gradient do not depend on the shape in which the mask is given."""
+    q, sinks = jnp.ones((1, 3, 1, 4)), jnp.array([0.7])
+    mask = jnp.array([[True], [False], [False]])
+
+    def sums(sinks, mask):
+        options = {"mask": mask, "sinks": sinks, "return_residual": True, "query_seq_lengths": jnp.array([2])}
+        return jaxops.dot_product_attention(q, q, q, **options)[1]
+
+    for given in (mask, jnp.broadcast_to(mask, (3, 3))):
+        np.testing.assert_allclose(sums(sinks, given).ravel()[1:], [0.7, -np.inf], rtol=1e-6)
+        np.testing.assert_allclose(jax.jacrev(sums)(sinks, given).ravel()[1:], [1, 0])

@@ -428,3 +428,44 @@ def test_in_shard_map(rng, full_precision):
     wanted = jax.value_and_grad(lambda x, w: loss(x, w, labels, reduction="sum"), (0, 1))(x, w)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_gradients_of_weights_beside_labels_out_of_range(reduction, rng):
+    """A label that is ignored may be outside of the vocabulary."""
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 8), (8, 10)))
+    labels, weights = jnp.array([1, 5, -100, 9]), jnp.asarray(rng.random(4), jnp.float32)
+
+    def ours(weights):
+        return loss(x, w, labels, weights=weights, ignore_index=-100, reduction=reduction)
+
+    def plain(weights):
+        losses = jnp.where(labels == -100, 0, exact_loss(x @ w, jnp.maximum(labels, 0)))
+        total = jnp.sum(jnp.where(labels == -100, 0, weights)) if reduction == "mean" else 1
+        return jnp.sum(losses * weights) / total
+
+    np.testing.assert_allclose(jax.grad(ours)(weights), jax.grad(plain)(weights), rtol=1e-4, atol=1e-5)
+    tangents = [jax.jvp(f, (weights,), (weights**2,))[1] for f in (ours, plain)]
+    np.testing.assert_allclose(*tangents, rtol=1e-4)
+
+
+def test_second_derivatives_where_weights_are_zero(rng):
+    """A step with weights, then the loss, whose derivative tells which weights would help."""
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 8), (8, 10)))
+    labels = jnp.array([1, 5, 3, 9])
+
+    def ours(w, weights):
+        return loss(x, w, labels, weights=weights, reduction="sum", z_loss=1e-2)
+
+    def plain(w, weights):
+        return jnp.sum(weights * exact_loss(x @ w, labels, z_loss=1e-2))
+
+    def helps(f):
+        return jax.grad(lambda weights: f(w - 0.1 * jax.grad(f)(w, weights), jnp.ones(4)))(jnp.zeros(4))
+
+    np.testing.assert_allclose(helps(ours), helps(plain), rtol=1e-4)
+
+
+def test_no_vocabulary():
+    out = loss(jnp.ones((2, 3)), jnp.ones((3, 0)), jnp.zeros(2, jnp.int32), ignore_index=0)
+    np.testing.assert_array_equal(out, [0, 0])

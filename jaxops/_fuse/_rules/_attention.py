@@ -253,7 +253,16 @@ def _layout(cone: Cone, query: Value, key: Value, value: Value, logits: _Logits)
         if any(not name and size != 1 for name, size in zip(found, x.shape, strict=True)):
             raise Refusal("an axis of one of its operands is none of attention's")
         sides.append(tuple(found))
-    needed = ({"query", "depth", "head"}, {"key", "depth", "head"}, {"key", "feature", "head"}, {"query", "feature"})
+    shared_names = {name for name in sizes if name == "head" or name.startswith("batch")}
+    needed = (
+        {"query", "depth"},
+        {"key", "depth"},
+        {"key", "feature"},
+        {"query", "feature", *({"group"} & sizes.keys())},
+    )
+    needed = tuple(side | shared_names for side in needed)
+    if {"query", "group"} & {*sides[2]}:
+        raise Refusal("its second product is not that of attention")
     if not set().union(*needed) <= set(sizes):
         raise Refusal("axes of its operands coincide")
     for side, wanted in zip(sides, needed, strict=True):

@@ -86,6 +86,9 @@ def _match(search: Search, x: Value, end: Value) -> Match:
     (axis,) = axes
     rows = [d for d in range(len(x.shape)) if d != axis]
     order, labels_order = (_order(cone, value, rows) for value in (end, labels[0]))
+    fills = [n.params["fill_value"] for n in cone.nodes if n.name == "gather"]
+    if any(fill is not None and fill == fill for fill in fills):  # not NaN
+        raise Refusal("its labels out of range count as a number of their own", 2)
     modes = {str(n.params["mode"]).rpartition(".")[2] for n in cone.nodes if n.name == "gather"}
     for sign in (1, -1):
         reference = _reference(axis, sign, cone.small(end), order, labels_order)
