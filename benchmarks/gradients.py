@@ -37,7 +37,7 @@ def _errors(found: Any, exact: Any) -> tuple[jax.Array, jax.Array]:
 
 def _exact(case: models.Case) -> Any:
     """The plain model and its loss, computed in f32."""
-    module = case.contender("plain Flax")
+    module = case.contender(models.PLAIN)
 
     def loss(parameters, batch):
         batch = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, batch)

@@ -115,7 +115,7 @@ CONTENDERS = {
     "fused": _PLAIN,
     "jaxops": _OURS._replace(fused=True),
 }
-BASELINE = "best XLA"
+BASELINE, PLAIN = "best XLA", "plain Flax"
 
 
 @functools.cache
@@ -291,7 +291,7 @@ class Bert(Gpt):
         return {"tokens": tokens, "labels": labels, "lengths": lengths}
 
     def text(self, step: int) -> dict[str, jax.Array]:
-        """A step's batch of text, every seventh byte of which is hidden."""
+        """A step's batch of text with every seventh byte hidden."""
         labels = super().text(step)["tokens"][:, :-1]
         tokens = jnp.where(jnp.arange(self.size.length) % 7, labels, 0)
         return {**self.batch(jax.random.key(step)), "tokens": tokens, "labels": labels}

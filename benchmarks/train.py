@@ -27,7 +27,6 @@ GRADIENT_TOLERANCE = 0.1
 #: On text, a contender may differ from XLA's best by this many times as much as plain Flax, which is also XLA's own, so
 #: that the two differ by rounding alone.
 TEXT_TOLERANCE = 2.0
-PLAIN = "plain Flax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +88,7 @@ def _show_text(case: models.Case, text: dict[str, list[float]], settings: harnes
     differences, good = differences_on_text(text), True
     for name, losses in text.items():
         mean, largest = differences[name]
-        within = mean <= TEXT_TOLERANCE * differences[PLAIN][0]
+        within = mean <= TEXT_TOLERANCE * differences[models.PLAIN][0]
         good &= within
         numbers = (*(f"{losses[i]:.4f}" for i in (0, len(losses) // 2, -1)), f"{mean:.1e}", f"{largest:.1e}")
         shown.add_row(name, *numbers, style=None if within else "red")
@@ -162,7 +161,7 @@ def run(settings: harness.Settings) -> bool:
     every = [(case, name) for case in cases for name in models.CONTENDERS]
     chosen = settings.select(every, lambda pair: f"train {pair[0].label}: {pair[1]}")
     # The baseline is always measured, and plain Flax with text.
-    always = {models.BASELINE, PLAIN} if settings.steps else {models.BASELINE}
+    always = {models.BASELINE, models.PLAIN} if settings.steps else {models.BASELINE}
     names = {case: [n for n in models.CONTENDERS if n in always or (case, n) in chosen] for case, _ in chosen}
     alike = True
     for case in settings.bar([*names], lambda case: case.label):

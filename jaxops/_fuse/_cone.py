@@ -259,7 +259,7 @@ class Cone:
         self.reduced = {
             self.classes.find(node.inputs[0], a) for node in self.nodes if node.name in _REDUCTIONS for a in _axes(node)
         }
-        self._sides: dict[Value, set[bool]] = {}
+        self._sides: dict[tuple[Node, Value], set[bool]] = {}  # of each bound, which `evaluate` has met
         self._check_uses(graph)
 
     def _read(self, value: Value) -> None:
@@ -448,15 +448,15 @@ class Cone:
             for bound, operand in zip(node.inputs, operands, strict=True):
                 if _is_bound(node, bound):
                     reached = found.value == operand.value if node.name in _LIMITS else found.value
-                    self._sides.setdefault(value, set()).update(np.unique(reached).tolist())
+                    self._sides.setdefault((node, bound), set()).update(np.unique(reached).tolist())
         return env[self.out]
 
     def check_bounds(self) -> None:
         """Refuses bounds, as in relu6, that `evaluate` always or never reached: the check has seen one side alone."""
-        for value, sides in self._sides.items():
+        for (_, bound), sides in self._sides.items():
             if len(sides) < 2:
-                numbers = [v.number() for v in value.node.inputs if _is_bound(value.node, v)]
-                what = "a test for NaN or infinity" if numbers[0] is None else f"a bound of {numbers[0]:g}"
+                number = bound.number()
+                what = "a test for NaN or infinity" if number is None else f"a bound of {number:g}"
                 raise Refusal(f"{what} lies between")
 
     def _known(self, value: Value) -> Dual:
@@ -478,7 +478,8 @@ class Cone:
 
 
 #: Primitives that keep an operand within bounds, and that compare it with one.
-_LIMITS, _COMPARISONS = ("min", "max", "clamp"), ("gt", "ge", "lt", "le")
+_LIMITS = ("min", "max", "clamp")
+_BOUNDING = (*_LIMITS, "gt", "ge", "lt", "le")
 
 
 def _is_bounding(number: float) -> bool:
@@ -502,7 +503,7 @@ def _is_bound(node: Node, operand: Value) -> bool:
         return node.inputs[0] == node.inputs[1]
     if node.name == "is_finite":
         return not _is_row_maximum(operand)
-    number = operand.number() if node.name in (*_LIMITS, *_COMPARISONS) and operand.is_float else None
+    number = operand.number() if node.name in _BOUNDING and operand.is_float else None
     return number is not None and _is_bounding(number)
 
 
@@ -513,8 +514,7 @@ def _has_bounds(jaxpr: Jaxpr) -> bool:
         literals = [
             x.val for x in equation.invars if isinstance(x, Literal) and np.issubdtype(x.aval.dtype, np.floating)
         ]
-        names = (*_LIMITS, *_COMPARISONS)
-        if (inner or equation.primitive.name in names) and any(_is_bounding(float(x)) for x in literals):
+        if (inner or equation.primitive.name in _BOUNDING) and any(_is_bounding(float(x)) for x in literals):
             return True
         if any(map(_has_bounds, inner)):
             return True

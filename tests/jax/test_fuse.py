@@ -713,6 +713,7 @@ def _finite_rms(x):
     [
         (lambda x, w: jax.nn.relu6(x @ w), 20),
         (lambda x, w: jax.nn.relu(jnp.clip(x @ w, -6, 6)), 20),
+        (lambda x, w: jax.nn.relu(lax.clamp(-0.1, x @ w, 100.0)), 200),  # relu hides the lower bound
         (lambda x, w: jax.nn.gelu(jnp.clip(x @ w, -6, 6)), 20),
         (lambda x, w: jax.nn.relu(jnp.where(x @ w > 50, 50, x @ w)), 200),
         (lambda x, w: jnp.minimum(_picked(x @ w, jnp.arange(4)), 20).mean(), 60),
@@ -722,7 +723,19 @@ def _finite_rms(x):
         (lambda x, w: jax.nn.relu(jnp.nan_to_num(x @ w)), np.nan),
         (lambda x, w: _finite_rms(x) @ w, np.nan),
     ],
-    ids=["relu6", "clip_relu", "clip_gelu", "where", "loss", "log_softmax", "rms", "deviation", "nan", "finite"],
+    ids=[
+        "relu6",
+        "clip_relu",
+        "clamp_relu",
+        "clip_gelu",
+        "where",
+        "loss",
+        "log_softmax",
+        "rms",
+        "deviation",
+        "nan",
+        "finite",
+    ],
 )
 def test_bounds_that_no_trial_reaches(function, scale, rng):
     """They stay, however far the trials' numbers are from them."""
