@@ -35,14 +35,15 @@ class Case:
         return function(**{**self.arrays, **floats}, **self.options, **options)
 
     @functools.cached_property
-    def exact_gradients(self):
-        """`value_and_gradients` of `dense`, compiled once for all numbers."""
-        return jax.jit(functools.partial(value_and_gradients, self, dense))
+    def exact(self):
+        """`dense`, its gradients and its weights, compiled once for all numbers."""
 
-    @functools.cached_property
-    def exact_sums(self):
-        """The result of `dense` and its logsumexp."""
-        return jax.jit(functools.partial(self.run, function=dense, return_residual=True))
+        def run(cotangent, floats):
+            call = functools.partial(self.run, function=dense, return_weights=True)
+            out, pull, weights = jax.vjp(call, floats, has_aux=True)
+            return {"out": out, **pull(cotangent)[0]}, weights
+
+        return jax.jit(run)
 
 
 def draw(rng, shape, dtype="float32", values=None, **options: Any) -> Case:
@@ -124,10 +125,12 @@ def dense(
     logits_soft_cap=None,
     sinks=None,
     return_residual=False,
-    implementation=None,
+    return_weights=False,
 ):
-    """The documented result, with all weights as one array; all arrays have a batch."""
-    del implementation
+    """The documented result, with all weights as one array; all arrays have a batch.
+
+    return_weights: also return the weights [batch, heads, queries, keys], followed by the sinks' weights.
+    """
     repeat = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, repeat, 2) for x in (key, value))
     z = jnp.einsum("bthd,bshd->bhts", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -162,6 +165,8 @@ def dense(
         weights = jnp.where(nothing & inside[:, None, :, None], 1 / z.shape[3], weights)
     sums = jnp.where(nothing, -jnp.inf, largest + jnp.log(jnp.where(nothing, 1, total)))
     out = jnp.einsum("bhts,bshd->bthd", weights[..., : key.shape[1]], value)
+    if return_weights:
+        return out, weights
     return (out, jnp.swapaxes(sums[..., 0], 1, 2)) if return_residual else out
 
 
@@ -172,23 +177,41 @@ def value_and_gradients(case: Case, function, cotangent, floats=None):
     return {"out": out, **pull(cotangent.astype(out.dtype))[0]}
 
 
-def exact(case: Case, cotangent, floats=None) -> dict[str, np.ndarray]:
-    """In float64, on the CPU."""
+def exact(case: Case, cotangent, floats=None) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The result "out" with the operands' gradients, by name, and the weights; in float64, on the CPU."""
     floats = case.floats if floats is None else floats
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         wide = {name: np.asarray(x).astype(np.float64) for name, x in floats.items()}
-        found = case.exact_gradients(np.asarray(cotangent).astype(np.float64), wide)
-        return {name: np.asarray(x) for name, x in found.items()}
+        return jax.tree.map(np.asarray, case.exact(np.asarray(cotangent).astype(np.float64), wide))
 
 
-def sink_terms(case: Case, cotangent, floats) -> np.ndarray:
-    """The terms whose sums over the batch and the queries are the sinks' gradients, up to the sign, in float64."""
-    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
-        wide = {name: np.asarray(x).astype(np.float64) for name, x in floats.items()}
-        out, sums = case.exact_sums(wide)
-    delta = np.sum(np.asarray(cotangent).astype(np.float64) * np.asarray(out), -1)
-    with np.errstate(all="ignore"):
-        return np.nan_to_num(np.exp(wide["sinks"] - np.asarray(sums)) * delta)
+def cancelling_terms(case: Case, cotangent, floats, out, weights) -> dict[str, float]:
+    """The size of rounded terms that may cancel in each operand's gradient, by the operand's name.
+
+    A logit's gradient is p (<cotangent, value> - <cotangent, out>) with the weight p, and nearly zero if p is nearly 1.
+    Both sums have an error of some f32 ulp, and the second, with a rounded out, of some ulp of out's dtype.
+    """
+    cotangent = np.asarray(cotangent).astype(np.float64)
+    largest = {name: float(np.max(np.abs(x), initial=0)) for name, x in floats.items()}
+    query, seen = floats["query"], weights[..., : case.arrays["key"].shape[1]]
+    scale = case.options.get("scale", query.shape[-1] ** -0.5)
+    sums = query.shape[-1] ** 0.5 * float(np.max(np.abs(cotangent), initial=0))
+    sums *= float(jnp.finfo(np.float32).eps / jnp.finfo(query.dtype).eps)
+    products = np.sqrt(np.sum(np.square(cotangent * out), -1))  # [batch, queries, heads]
+    squares = np.square(seen * np.swapaxes(products, 1, 2)[..., None])  # [batch, heads, queries, keys]
+
+    def of(axes):
+        return max(sums, float(np.max(np.sum(squares, axes), initial=0)) ** 0.5)
+
+    factor = scale * max(largest["query"], largest["key"])
+    terms = {"query": factor * of((3,)), "key": factor * of((1, 2))}
+    if "bias" in floats:
+        sizes = (1,) * (4 - floats["bias"].ndim) + floats["bias"].shape
+        terms["bias"] = of(tuple(axis for axis, size in enumerate(sizes) if size == 1))
+    if "sinks" in floats:  # a term, the product of an exponential and a sum over the depth, is off by some ulp itself
+        each = weights[..., -1] * np.swapaxes(np.sum(cotangent * out, -1), 1, 2)
+        terms["sinks"] = 4 * float(np.sqrt(np.mean(np.square(each))))
+    return terms
 
 
 def check(case: Case, rng, draws: int = 1) -> None:
@@ -212,12 +235,13 @@ def check(case: Case, rng, draws: int = 1) -> None:
     floats = case.floats
     for _ in range(draws):
         cotangent = rng.standard_normal(shape).astype(query.dtype)
-        wanted = exact(case, cotangent, floats)
+        wanted, weights = exact(case, cotangent, floats)
+        least = cancelling_terms(case, cotangent, floats, wanted["out"], weights)
 
         plain = functools.cache(lambda c=cotangent, f=floats: reference(c, f))
         for name, value in ours(cotangent, floats).items():
             assert value.dtype == (query if name == "out" else floats[name]).dtype
-            rounding, least = ROUNDING if name == "out" else GRADIENT_ROUNDING, 0.0
+            rounding = ROUNDING if name == "out" else GRADIENT_ROUNDING
             terms = max(query.shape[1], case.arrays["key"].shape[1])
             if name in ("sinks", "bias"):  # summed over the batch as well; on GPUs XLA's exp has an error of 2 ulp
                 terms, rounding = terms * query.shape[0], rounding + 2
@@ -225,16 +249,7 @@ def check(case: Case, rng, draws: int = 1) -> None:
             if name in ("sinks", "bias"):  # sums over products with factors rounded to query's dtype
                 rounding *= float(jnp.finfo(query.dtype).eps / jnp.finfo(value.dtype).eps)
             rounding *= spread
-            if name in ("query", "key", "bias"):
-                # A query that sees one key has a gradient of 0: a difference of two f32 sums over the depth, for query
-                # and key times a row.
-                q, k, dout = (float(np.max(np.abs(x), initial=0)) for x in (floats["query"], floats["key"], cotangent))
-                least = query.shape[-1] ** 0.5 * dout * float(jnp.finfo(np.float32).eps / jnp.finfo(query.dtype).eps)
-                least *= 1 if name == "bias" else max(q, k) * case.options.get("scale", query.shape[-1] ** -0.5)
-            if name == "sinks":
-                # A term, the product of an exponential and a sum over the depth, is off by some ulp itself.
-                least = 4 * float(np.sqrt(np.mean(np.square(sink_terms(case, cotangent, floats)))))
             other = (lambda n=name, p=plain: p()[n]) if compares else None
             times = 2.5 if name in ("query", "key") else 2.0  # docs/ops/attention.md: nearly one-hot softmaxes
-            assert_close(value, wanted[name], other, name, rounding, least, times)
+            assert_close(value, wanted[name], other, name, rounding, least.get(name, 0.0), times)
         floats = {name: rng.standard_normal(x.shape).astype(x.dtype) for name, x in floats.items()}
