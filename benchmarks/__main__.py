@@ -104,7 +104,7 @@ def _arguments(argv):
         "--steps",
         type=int,
         default=0,
-        help="of train: also trains each decoder and BERT for so many steps on text, and compares the losses",
+        help="of train: also trains each decoder and BERT for so many steps on text, and compares with f32's losses",
     )
     arguments = parser.parse_args(argv)
     if not arguments.op.startswith("matmul") and (only := {"float8_e4m3fn", "tf32"} & {*arguments.dtype}):

@@ -117,7 +117,7 @@ def profile(case: models.Case, name: str) -> Budget:
     parameters = models.draw_parameters(module, batch)
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     state = (parameters, zeros, zeros, jnp.zeros((), jnp.int32))
-    step = models.make_step(module).lower(state, batch).compile()
+    step = models.make_step(module.loss).lower(state, batch).compile()
 
     def run() -> float:
         start = time.perf_counter()

@@ -35,18 +35,6 @@ def _errors(found: Any, exact: Any) -> tuple[jax.Array, jax.Array]:
     return errors / norms, norms / jnp.linalg.norm(norms)
 
 
-def _exact(case: models.Case) -> Any:
-    """The plain model and its loss, computed in f32."""
-    module = case.contender(models.PLAIN)
-
-    def loss(parameters, batch):
-        batch = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, batch)
-        with models.computed_in(jnp.float32), jax.default_matmul_precision("float32"):
-            return module.loss(parameters, batch)
-
-    return loss
-
-
 def run(settings: harness.Settings) -> bool:
     """Prints the table; False if a contender's largest error is much larger than XLA's."""
     shown = table.Table(title="Errors of bf16 gradients, relative to the gradient's norm", title_justify="left")
@@ -56,7 +44,7 @@ def run(settings: harness.Settings) -> bool:
     cases = [case._replace(size=dataclasses.replace(case.size, layers=min(LAYERS, case.size.layers))) for case in every]
     good = True
     for case in settings.bar(settings.select(cases, lambda case: f"gradients {case.label}"), lambda case: case.label):
-        losses = {name: case.contender(name).loss for name in models.CONTENDERS} | {"f32": _exact(case)}
+        losses = {name: case.contender(name).loss for name in models.CONTENDERS} | {"f32": models.exact_loss(case)}
         module = case.contender(models.BASELINE)
         batch = module.batch(jax.random.key(1))
         parameters = models.draw_parameters(module, batch)

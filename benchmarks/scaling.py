@@ -81,7 +81,7 @@ class Contender:
         moments = [jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)]
         self.state = jax.device_put((parameters, *moments, jnp.zeros((), jnp.int32)), state_shardings)
         self.batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-        function = jax.jit(models.make_step(module), donate_argnums=0, out_shardings=(state_shardings, whole))
+        function = jax.jit(models.make_step(module.loss), donate_argnums=0, out_shardings=(state_shardings, whole))
         with jax.set_mesh(mesh):
             self.step = function.lower(self.state, self.batch).compile()
         self.turns: list[float] = []

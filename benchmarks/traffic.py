@@ -113,7 +113,7 @@ def compiled(case: models.Case, name: str) -> jax.stages.Compiled:
     parameters = jax.eval_shape(lambda key, b: module.init(key, *module.example(b)), jax.random.key(0), batch)
     state = (parameters, parameters, parameters, jax.ShapeDtypeStruct((), jnp.int32))
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), (state, batch))
-    return models.make_step(module).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    return models.make_step(module.loss).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
 
 
 def show(case: models.Case, name: str, most: int) -> None:
