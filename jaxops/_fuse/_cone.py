@@ -458,6 +458,8 @@ class Cone:
                 number = bound.number()
                 what = "a test for NaN or infinity" if number is None else f"a bound of {number:g}"
                 raise Refusal(f"{what} lies between")
+        if any(n.name == "is_finite" for n in self.nodes) and any(map(_guards_sum, self.nodes)):
+            raise Refusal("rows without a finite entry count as 0")
 
     def _known(self, value: Value) -> Dual:
         """A number that is known at trace time, in the value's shape."""
@@ -479,12 +481,24 @@ class Cone:
 
 #: Primitives that keep an operand within bounds, and that compare it with one.
 _LIMITS = ("min", "max", "clamp")
-_BOUNDING = (*_LIMITS, "gt", "ge", "lt", "le")
+_EQUALITIES = ("eq", "ne")
+_COMPARISONS = ("gt", "ge", "lt", "le", *_EQUALITIES)
+_BOUNDING = (*_LIMITS, *_COMPARISONS)
 
 
-def _is_bounding(number: float) -> bool:
-    """Guards against 0 and overflow are no bounds."""
-    return 1e-20 < abs(number) < 1e30
+def _is_bounding(primitive: str, number: float) -> bool:
+    """Limits that guard against 0 and overflow are no bounds: they change nothing beyond rounding."""
+    return primitive in _EQUALITIES or (primitive in _COMPARISONS and number == 0) or 1e-20 < abs(number) < 1e30
+
+
+def _guards_sum(node: Node) -> bool:
+    """Whether the node keeps a sum from 0."""
+    if node.name not in ("add", "max"):
+        return False
+    return any(
+        number.number() not in (None, 0, -math.inf) and stripped(value).name == "reduce_sum"
+        for number, value in (node.inputs, node.inputs[::-1])
+    )
 
 
 def _is_row_maximum(value: Value) -> bool:
@@ -499,12 +513,12 @@ def _is_bound(node: Node, operand: Value) -> bool:
 
     Softmaxes test their maximum, which matches compute alike.
     """
-    if node.name == "ne":
-        return node.inputs[0] == node.inputs[1]
+    if node.name == "ne" and node.inputs[0] == node.inputs[1]:
+        return True
     if node.name == "is_finite":
         return not _is_row_maximum(operand)
     number = operand.number() if node.name in _BOUNDING and operand.is_float else None
-    return number is not None and _is_bounding(number)
+    return number is not None and _is_bounding(node.name, number)
 
 
 def _has_bounds(jaxpr: Jaxpr) -> bool:
@@ -514,7 +528,8 @@ def _has_bounds(jaxpr: Jaxpr) -> bool:
         literals = [
             x.val for x in equation.invars if isinstance(x, Literal) and np.issubdtype(x.aval.dtype, np.floating)
         ]
-        if (inner or equation.primitive.name in _BOUNDING) and any(_is_bounding(float(x)) for x in literals):
+        name = equation.primitive.name
+        if (inner or name in _BOUNDING) and any(_is_bounding(name, float(x)) for x in literals):
             return True
         if any(map(_has_bounds, inner)):
             return True

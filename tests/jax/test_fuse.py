@@ -750,6 +750,80 @@ def test_bounds_that_no_trial_reaches(function, scale, rng):
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3 * float(jnp.max(jnp.abs(wanted))))
 
 
+def _shifted(x):
+    """x less its rows' maxima, 0 for rows of -inf; the exponentials' sums."""
+    maximum = jnp.max(x, -1, keepdims=True)
+    shifted = x - jnp.where(jnp.isfinite(maximum), maximum, 0)
+    return shifted, jnp.sum(jnp.exp(shifted), -1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jnp.exp(_shifted(x)[0]) / (_shifted(x)[1] + 1e-9),
+        lambda x: jnp.exp(_shifted(x)[0]) / jnp.maximum(_shifted(x)[1], 1e-30),
+        lambda x: jnp.exp(_shifted(x)[0]) / jnp.where(_shifted(x)[1] == 0, 1, _shifted(x)[1]),
+        lambda x: jnp.exp(_shifted(x)[0]) * jnp.where(_shifted(x)[1] > 0, 1 / _shifted(x)[1], 0),
+        lambda x: _shifted(x)[0] - jnp.log(_shifted(x)[1] + 1e-9),
+    ],
+    ids=["added", "limited", "equal", "greater", "logarithm"],
+)
+def test_softmaxes_whose_empty_rows_are_numbers(function, rng):
+    x = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32).at[1].set(-jnp.inf)
+    np.testing.assert_allclose(jaxops.fuse(function)(x), function(x), rtol=1e-5, atol=1e-6)
+
+
+def _unless_constant(x):
+    variance = jnp.var(x, -1, keepdims=True)
+    inverse = jnp.where(variance == 0, 0, lax.rsqrt(variance + 1e-5))
+    return (x - jnp.mean(x, -1, keepdims=True)) * inverse
+
+
+def _unless_zero(x):
+    square = jnp.mean(x * x, -1, keepdims=True)
+    return x * lax.rsqrt(jnp.where(square > 0, square, 1) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: jnp.where(x @ w == 0, -1e9, x @ w) + 1,
+        lambda x, w: jax.nn.gelu(jnp.where(x @ w != 0, x @ w, 1)),
+        lambda x, w: jnp.where(jnp.isinf(x @ w), 0, x @ w) + w[0],
+        lambda x, w: jnp.where(jnp.isposinf(x @ w), 0, x @ w) + w[0],
+        lambda x, w: _unless_constant(x) @ w,
+        lambda x, w: _unless_zero(x) @ w,
+    ],
+    ids=["equal", "unequal", "inf", "posinf", "variance", "rms"],
+)
+@pytest.mark.parametrize("number", [0, np.inf])
+def test_comparisons_that_no_trial_reaches(function, number, rng):
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 8), (8, 8)))
+    x, w = x.at[0].set(number), jnp.abs(w)
+    for transform in (lambda f: f, lambda f: jax.grad(lambda x, w: jnp.sum(jnp.tanh(f(x, w))), (0, 1))):
+        got, wanted = (transform(f)(x, w) for f in (jaxops.fuse(function), function))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
+@pytest.mark.parametrize("picked", ["one_hot", "gather"])
+@pytest.mark.parametrize("columns", [256, 128])
+def test_labels_of_every_dtype(picked, dtype, columns, rng):
+    """A vocabulary of bytes has more columns than its labels' dtype can count."""
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((6, 8), (8, columns)))
+    labels = jnp.asarray(rng.integers(0, 127, 6), dtype)
+
+    def loss(x, w):
+        logits = jax.nn.log_softmax(x @ w)
+        if picked == "one_hot":
+            return -jnp.mean(jnp.sum(jax.nn.one_hot(labels, columns) * logits, -1))
+        return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], -1))
+
+    for transform in (lambda f: f, lambda f: jax.grad(f, (0, 1))):
+        got, wanted = (transform(f)(x, w) for f in (jaxops.fuse(loss), loss))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, wanted)
+
+
 @pytest.mark.parametrize("fill", [0.0, -5.0])
 def test_gathers_that_fill_in_a_number(fill, rng):
     x, labels = jnp.asarray(rng.standard_normal((4, 10)), jnp.float32), jnp.array([1, 5, 100, -100])

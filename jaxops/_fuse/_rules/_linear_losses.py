@@ -173,7 +173,7 @@ def _build(x, w, labels, *rest, slices, options, has, masked, outside, sign, lab
         limits = zip(slices["start_indices"][:-1], slices["limit_indices"][:-1], strict=True)
         x = x[tuple(slice(*pair) for pair in limits)]
     rows, columns = x.shape[:-1], w.shape[0 if options["transposed"] else 1]
-    at = jnp.broadcast_to(_losses.in_rows(labels, labels_order, rows), rows)
+    at = jnp.broadcast_to(_losses.in_rows(_losses.widened(labels), labels_order, rows), rows)
     inside = (at >= 0) & (at < columns)
     weights = jnp.ones(rows, jnp.promote_types(x.dtype, jnp.float32)) if factor is None else factor.reshape(rows)
     if outside == "nan":  # also for tokens with factor 0, but not for masked ones

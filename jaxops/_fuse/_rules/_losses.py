@@ -113,6 +113,11 @@ def _is_of_log_probabilities(end: Value, x: Value) -> bool:
     return value.name == "reduce_sum"
 
 
+def widened(labels: jax.Array) -> jax.Array:
+    """Labels in a dtype that holds the number of columns, too."""
+    return labels if labels.dtype.itemsize >= 4 else labels.astype(jnp.int32)
+
+
 def _order(cone: Cone, value: Value, rows: list[int]) -> tuple[int | None, ...]:
     """For each axis of a value the rows' axis that it is; None: its size is 1."""
     places = {c: rows.index(d) for d, c in enumerate(cone.classes.of(cone.source)) if d in rows}
@@ -158,7 +163,7 @@ def _take(x, labels, axis):
 
 def _build(x, labels, *, axis, sign, outside, out, order, labels_order) -> jax.Array:
     sizes = [d for a, d in enumerate(x.shape) if a != axis]
-    at = jnp.broadcast_to(in_rows(labels, labels_order, sizes), sizes)
+    at = jnp.broadcast_to(in_rows(widened(labels), labels_order, sizes), sizes)
     columns = x.shape[axis]
     inside = (at >= 0) & (at < columns)
     given = at if outside == "nan" else jnp.clip(at, 0, columns - 1)
